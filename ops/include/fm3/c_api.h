@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// The C ABI of every compiled backend: what the framework binding, ctypes and the benchmarks call.
+// Names are fm3_<backend>_<what>, backend in {cpu, sm90}. Every call returns fm3::Status as int32;
+// the message of the last failure on the calling thread is fm3_<backend>_last_error().
+#pragma once
+
+#include <cstdint>
+
+#include "fm3/params.h"
+#include "fm3/schedule.h"
+#include "fm3/status.h"
+
+#define FM3_EXPORT extern "C" __attribute__((visibility("default")))
+
+// --- CPU (libfm3_cpu.so) ---------------------------------------------------------------------
+FM3_EXPORT int32_t fm3_cpu_fwd(const fm3::FwdParams* params);
+FM3_EXPORT int32_t fm3_cpu_bwd(const fm3::BwdParams* params);
+FM3_EXPORT int64_t fm3_cpu_fwd_workspace_bytes(const fm3::FwdParams* params);
+FM3_EXPORT int64_t fm3_cpu_bwd_workspace_bytes(const fm3::BwdParams* params);
+// Writes [b, h_mask, ceil(s_k/block_k)] summaries (the definition of the schedule).
+FM3_EXPORT int32_t fm3_cpu_build_schedule(const fm3::MaskView* mask, int32_t block_k,
+                                          fm3::KeyTileSummary* summaries);
+FM3_EXPORT void fm3_cpu_set_num_threads(int32_t num_threads);  // 0: all cores
+FM3_EXPORT const char* fm3_cpu_simd_target();                  // e.g. "avx512"
+FM3_EXPORT const char* fm3_cpu_last_error();
+
+// --- Hopper (libfm3_sm90.so); `stream` is a cudaStream_t ---------------------------------------
+FM3_EXPORT int32_t fm3_sm90_fwd(const fm3::FwdParams* params, void* stream);
+FM3_EXPORT int32_t fm3_sm90_bwd(const fm3::BwdParams* params, void* stream);
+FM3_EXPORT int64_t fm3_sm90_fwd_workspace_bytes(const fm3::FwdParams* params);
+FM3_EXPORT int64_t fm3_sm90_bwd_workspace_bytes(const fm3::BwdParams* params);
+// Device bytes and content of a prepared schedule (params.schedule), reusable by every layer with
+// this mask and by both directions; opaque to callers.
+FM3_EXPORT int64_t fm3_sm90_schedule_bytes(const fm3::MaskView* mask);
+FM3_EXPORT int32_t fm3_sm90_build_schedule(const fm3::MaskView* mask, void* schedule, void* stream);
+FM3_EXPORT const char* fm3_sm90_last_error();

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// Arguments of the attention kernels: plain data, no framework type. Every backend takes these.
+#pragma once
+
+#include <cstdint>
+
+#include "fm3/mask.h"
+
+namespace fm3 {
+
+enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+// Element strides of a [b, s, h, d] tensor whose last axis is contiguous. 64-bit on purpose:
+// b * s * h * d may exceed 2^31.
+struct Strides {
+  int64_t b, s, h;
+};
+
+struct Shape {
+  int32_t b, s_q, s_k, h_q, h_kv, d_qk, d_v;  // h_q % h_kv == 0; mask.h_mask in {1, h_kv, h_q}
+};
+
+struct FwdParams {
+  Shape shape;
+  DType dtype;            // of q, k, v, out
+  float softmax_scale;
+  MaskView mask;
+  const void* schedule;   // backend's prepared schedule of `mask`; may be nullptr (then it is built)
+  const void* q;          // [b, s_q, h_q, d_qk]
+  const void* k;          // [b, s_k, h_kv, d_qk]
+  const void* v;          // [b, s_k, h_kv, d_v]
+  void* out;              // [b, s_q, h_q, d_v]; 0 in a fully hidden row
+  float* lse;             // [b, h_q, s_q] contiguous, natural log; -inf in a fully hidden row
+  Strides stride_q, stride_k, stride_v, stride_out;
+  void* workspace;        // *_fwd_workspace_bytes(params) bytes; may be nullptr if that is 0
+  int64_t workspace_bytes;
+};
+
+struct BwdParams {
+  Shape shape;
+  DType dtype;            // of q, k, v, out, dout, dq, dk, dv
+  float softmax_scale;
+  int32_t is_deterministic;
+  MaskView mask;
+  const void* schedule;   // as in FwdParams
+  const void* q;          // [b, s_q, h_q, d_qk]
+  const void* k;          // [b, s_k, h_kv, d_qk]
+  const void* v;          // [b, s_k, h_kv, d_v]
+  const void* out;        // [b, s_q, h_q, d_v]
+  const float* lse;       // [b, h_q, s_q]
+  const void* dout;       // [b, s_q, h_q, d_v]
+  const float* dlse;      // [b, h_q, s_q] gradient of lse; may be nullptr
+  void* dq;               // [b, s_q, h_q, d_qk]
+  void* dk;               // [b, s_k, h_kv, d_qk]
+  void* dv;               // [b, s_k, h_kv, d_v]
+  Strides stride_q, stride_k, stride_v, stride_out, stride_dout, stride_dq, stride_dk, stride_dv;
+  void* workspace;        // *_bwd_workspace_bytes(params) bytes; may be nullptr if that is 0
+  int64_t workspace_bytes;
+};
+
+}  // namespace fm3

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ctypes mirror of ops/include/fm3/{mask,params,schedule}.h and the C ABI of ops/include/fm3/c_api.h.
+
+Used where no framework is wanted: planning, simulation, benchmarks, and machines that have a GPU but no
+Paddle. Pointers are plain integers (`array.ctypes.data`, `tensor.data_ptr()`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from enum import IntEnum
+
+MAX_RUNS = 4  # fm3::kMaxRuns
+
+
+class BoundForm(IntEnum):
+    NONE = 0
+    LOWER1 = 1
+    LOWER2 = 2
+    OUTER2 = 3
+    BOTH4 = 4
+
+
+class DType(IntEnum):
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+
+
+class _Struct(ctypes.Structure):
+    """A C struct whose fields default to zero and can be printed."""
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={getattr(self, name)!r}" for name, _ in self._fields_)
+        return f"{type(self).__name__}({fields})"
+
+
+class MaskView(_Struct):
+    _fields_ = [
+        ("bounds", ctypes.c_void_p),  # int32 [b, h_mask, s_k, num_bounds(form)]
+        ("block_mask", ctypes.c_void_p),  # int32 [b, h_mask, ceil(s_q/128), ceil(s_k/128)] or None
+        ("form", ctypes.c_int32),
+        ("is_causal", ctypes.c_int32),
+        ("b", ctypes.c_int32),
+        ("h_mask", ctypes.c_int32),
+        ("s_q", ctypes.c_int32),
+        ("s_k", ctypes.c_int32),
+    ]
+
+
+class Strides(_Struct):
+    _fields_ = [("b", ctypes.c_int64), ("s", ctypes.c_int64), ("h", ctypes.c_int64)]
+
+    @classmethod
+    def contiguous(cls, s: int, h: int, d: int) -> Strides:
+        """Element strides of a contiguous [b, s, h, d] tensor."""
+        return cls(s * h * d, h * d, d)
+
+
+class Shape(_Struct):
+    _fields_ = [(name, ctypes.c_int32) for name in ("b", "s_q", "s_k", "h_q", "h_kv", "d_qk", "d_v")]
+
+
+class FwdParams(_Struct):
+    _fields_ = [
+        ("shape", Shape),
+        ("dtype", ctypes.c_int32),
+        ("softmax_scale", ctypes.c_float),
+        ("mask", MaskView),
+        ("schedule", ctypes.c_void_p),
+        ("q", ctypes.c_void_p),  # [b, s_q, h_q, d_qk]
+        ("k", ctypes.c_void_p),  # [b, s_k, h_kv, d_qk]
+        ("v", ctypes.c_void_p),  # [b, s_k, h_kv, d_v]
+        ("out", ctypes.c_void_p),  # [b, s_q, h_q, d_v]
+        ("lse", ctypes.c_void_p),  # float32 [b, h_q, s_q]
+        ("stride_q", Strides),
+        ("stride_k", Strides),
+        ("stride_v", Strides),
+        ("stride_out", Strides),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_int64),
+    ]
+
+
+class BwdParams(_Struct):
+    _fields_ = [
+        ("shape", Shape),
+        ("dtype", ctypes.c_int32),
+        ("softmax_scale", ctypes.c_float),
+        ("is_deterministic", ctypes.c_int32),
+        ("mask", MaskView),
+        ("schedule", ctypes.c_void_p),
+        ("q", ctypes.c_void_p),  # [b, s_q, h_q, d_qk]
+        ("k", ctypes.c_void_p),  # [b, s_k, h_kv, d_qk]
+        ("v", ctypes.c_void_p),  # [b, s_k, h_kv, d_v]
+        ("out", ctypes.c_void_p),  # [b, s_q, h_q, d_v]
+        ("lse", ctypes.c_void_p),  # float32 [b, h_q, s_q]
+        ("dout", ctypes.c_void_p),  # [b, s_q, h_q, d_v]
+        ("dlse", ctypes.c_void_p),  # float32 [b, h_q, s_q] or None
+        ("dq", ctypes.c_void_p),  # [b, s_q, h_q, d_qk]
+        ("dk", ctypes.c_void_p),  # [b, s_k, h_kv, d_qk]
+        ("dv", ctypes.c_void_p),  # [b, s_k, h_kv, d_v]
+        ("stride_q", Strides),
+        ("stride_k", Strides),
+        ("stride_v", Strides),
+        ("stride_out", Strides),
+        ("stride_dout", Strides),
+        ("stride_dq", Strides),
+        ("stride_dk", Strides),
+        ("stride_dv", Strides),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_int64),
+    ]
+
+
+class RowRun(_Struct):
+    _fields_ = [("begin", ctypes.c_int32), ("end", ctypes.c_int32)]
+
+
+class KeyTileSummary(_Struct):
+    _fields_ = [("hidden_runs", RowRun * MAX_RUNS), ("clear_runs", RowRun * MAX_RUNS)]
+
+
+def declare(library: ctypes.CDLL, backend: str) -> ctypes.CDLL:
+    """Sets argument and result types of the backend's functions. `backend` is "cpu" or "sm90"."""
+    pointer = ctypes.c_void_p
+    stream = [] if backend == "cpu" else [pointer]
+    signatures = {
+        "fwd": (ctypes.c_int32, [ctypes.POINTER(FwdParams), *stream]),
+        "bwd": (ctypes.c_int32, [ctypes.POINTER(BwdParams), *stream]),
+        "fwd_workspace_bytes": (ctypes.c_int64, [ctypes.POINTER(FwdParams)]),
+        "bwd_workspace_bytes": (ctypes.c_int64, [ctypes.POINTER(BwdParams)]),
+        "last_error": (ctypes.c_char_p, []),
+    }
+    if backend == "cpu":
+        signatures["build_schedule"] = (ctypes.c_int32, [ctypes.POINTER(MaskView), ctypes.c_int32, pointer])
+        signatures["set_num_threads"] = (None, [ctypes.c_int32])
+        signatures["simd_target"] = (ctypes.c_char_p, [])
+    else:
+        signatures["schedule_bytes"] = (ctypes.c_int64, [ctypes.POINTER(MaskView)])
+        signatures["build_schedule"] = (ctypes.c_int32, [ctypes.POINTER(MaskView), pointer, pointer])
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, f"fm3_{backend}_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library
