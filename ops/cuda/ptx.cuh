@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+// Thin wrappers of the Hopper instructions both kernels are built from, one C++ function an
+// instruction, no policy. Matrix instructions are in wgmma.cuh.
+//
+//   smem_addr            generic pointer -> 32-bit shared address
+//   mbar_*               mbarrier: init, arrive, arrive with expected bytes, wait for a phase
+//   tma_load_4d/store_4d bulk tensor copies of a [b, h, s, d] box (coordinates innermost first)
+//   bulk_*               bulk copies without a tensor map, and the bulk group they complete in
+//   fence_*              which proxy must see what before which
+//   named_barrier_*      bar.sync / bar.arrive with an id of the caller's
+//   reg_alloc/dealloc    setmaxnreg
+//   stmatrix/ldmatrix    8x8 b16 matrices between registers and shared memory
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace fm3::ptx {
+
+__device__ __forceinline__ uint32_t smem_addr(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// One lane of a converged warp, always the same one.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t is_elected;
+  asm volatile(
+      "{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(is_elected));
+  return is_elected != 0;
+}
+
+// --- mbarrier ----------------------------------------------------------------------------------
+using Barrier = uint64_t;  // lives in shared memory, 8-byte aligned
+
+__device__ __forceinline__ void mbar_init(Barrier* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(barrier)), "r"(arrivals)
+               : "memory");
+}
+// After the inits: makes them visible to the async proxy (and the cluster).
+__device__ __forceinline__ void fence_mbar_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbar_arrive(Barrier* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(barrier)) : "memory");
+}
+// Arrives at the same barrier of another CTA of the cluster.
+__device__ __forceinline__ void mbar_arrive_cluster(Barrier* barrier, uint32_t cta_rank) {
+  asm volatile(
+      "{\n .reg .b32 remote;\n mapa.shared::cluster.u32 remote, %0, %1;\n"
+      " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(
+          smem_addr(barrier)),
+      "r"(cta_rank)
+      : "memory");
+}
+__device__ __forceinline__ void mbar_arrive_expect_tx(Barrier* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(barrier)),
+               "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ bool mbar_try_wait(Barrier* barrier, uint32_t parity) {
+  uint32_t is_done;
+  asm volatile(
+      "{\n .reg .pred p;\n mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      " selp.u32 %0, 1, 0, p;\n}\n"
+      : "=r"(is_done)
+      : "r"(smem_addr(barrier)), "r"(parity)
+      : "memory");
+  return is_done != 0;
+}
+// Returns once the phase of this parity has completed. FM3_SPIN_LIMIT (tests) turns a hang into a
+// trap, so that a wrong schedule fails instead of holding the device.
+__device__ __forceinline__ void mbar_wait(Barrier* barrier, uint32_t parity) {
+#ifdef FM3_SPIN_LIMIT
+  for (int spins = 0; !mbar_try_wait(barrier, parity); ++spins) {
+    if (spins > FM3_SPIN_LIMIT) __trap();
+  }
+#else
+  while (!mbar_try_wait(barrier, parity)) {
+  }
+#endif
+}
+
+// --- Fences ------------------------------------------------------------------------------------
+// Ordinary shared-memory writes of this thread become visible to TMA and wgmma (then a barrier).
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// --- TMA ---------------------------------------------------------------------------------------
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
+}
+
+// L2 policies as TMA takes them (createpolicy's encodings).
+constexpr uint64_t kEvictNormal = 0x1000000000000000;
+constexpr uint64_t kEvictFirst = 0x12F0000000000000;
+constexpr uint64_t kEvictLast = 0x14F0000000000000;
+
+// Box of `map` at (c0, c1, c2, c3), c0 innermost; may start below 0 or end past the tensor: such
+// elements are zero-filled and still counted in the barrier's bytes.
+__device__ __forceinline__ void tma_load_4d(void* smem_dst, const CUtensorMap* map,
+                                            Barrier* barrier, int32_t c0, int32_t c1, int32_t c2,
+                                            int32_t c3, uint64_t l2_policy = kEvictNormal) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(smem_addr(smem_dst)),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(smem_addr(barrier)), "r"(c0), "r"(c1), "r"(c2),
+      "r"(c3), "l"(l2_policy)
+      : "memory");
+}
+// The same box into the same offset of every CTA in `cta_mask`, each CTA's own barrier counting.
+__device__ __forceinline__ void tma_load_4d_multicast(void* smem_dst, const CUtensorMap* map,
+                                                      Barrier* barrier, uint16_t cta_mask,
+                                                      int32_t c0, int32_t c1, int32_t c2,
+                                                      int32_t c3,
+                                                      uint64_t l2_policy = kEvictNormal) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint"
+      " [%0], [%1, {%4, %5, %6, %7}], [%2], %3, %8;" ::"r"(smem_addr(smem_dst)),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(smem_addr(barrier)), "h"(cta_mask), "r"(c0),
+      "r"(c1), "r"(c2), "r"(c3), "l"(l2_policy)
+      : "memory");
+}
+__device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, const void* smem_src,
+                                             int32_t c0, int32_t c1, int32_t c2, int32_t c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          reinterpret_cast<uint64_t>(map)),
+      "r"(smem_addr(smem_src)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+// gmem[i] += smem[i] in fp32, 16-byte aligned, bytes a multiple of 16.
+__device__ __forceinline__ void bulk_reduce_add_f32(float* gmem_dst, const void* smem_src,
+                                                    uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
+                   gmem_dst),
+               "r"(smem_addr(smem_src)), "r"(bytes)
+               : "memory");
+}
+// Plain bulk load of `bytes` (multiple of 16, both sides 16-byte aligned).
+__device__ __forceinline__ void bulk_load(void* smem_dst, const void* gmem_src, uint32_t bytes,
+                                          Barrier* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(smem_addr(smem_dst)),
+      "l"(gmem_src), "r"(bytes), "r"(smem_addr(barrier))
+      : "memory");
+}
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until at most kPending of this thread's bulk groups still read their shared source.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+// Until at most kPending of this thread's bulk groups are not complete (writes visible).
+template <int kPending>
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// --- Warpgroup control -------------------------------------------------------------------------
+__device__ __forceinline__ void named_barrier_sync(int32_t id, int32_t threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int32_t id, int32_t threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+template <int kRegs>
+__device__ __forceinline__ void reg_alloc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegs));
+}
+template <int kRegs>
+__device__ __forceinline__ void reg_dealloc() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegs));
+}
+
+// --- Clusters ----------------------------------------------------------------------------------
+__device__ __forceinline__ uint32_t cluster_cta_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
+// --- Matrix moves ------------------------------------------------------------------------------
+__device__ __forceinline__ void stmatrix_x4(void* smem_dst, uint32_t r0, uint32_t r1, uint32_t r2,
+                                            uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   smem_addr(smem_dst)),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+               : "memory");
+}
+__device__ __forceinline__ void stmatrix_x4_trans(void* smem_dst, uint32_t r0, uint32_t r1,
+                                                  uint32_t r2, uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   smem_addr(smem_dst)),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x4(const void* smem_src, uint32_t (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem_addr(smem_src))
+               : "memory");
+}
+
+// --- Arithmetic --------------------------------------------------------------------------------
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// Two floats to one register of T, `low` in the low half.
+template <class T>
+__device__ __forceinline__ uint32_t pack2(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack2<__nv_bfloat16>(float low, float high) {
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+template <>
+__device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
+  uint32_t r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+}  // namespace fm3::ptx
