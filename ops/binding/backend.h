@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which compiled kernels serve a tensor: CPU memory goes to fm3_cpu_*, GPU memory to fm3_sm90_*.
+#pragma once
+
+#include "fm3/params.h"
+#include "paddle/extension.h"
+
+namespace fm3::binding {
+
+struct Backend {
+  const char* name;
+  int32_t (*fwd)(const FwdParams* params, void* stream);
+  int32_t (*bwd)(const BwdParams* params, void* stream);
+  int64_t (*fwd_workspace_bytes)(const FwdParams* params);
+  int64_t (*bwd_workspace_bytes)(const BwdParams* params);
+  void (*fill_zero)(void* data, size_t num_bytes, void* stream);
+  const char* (*last_error)();
+};
+
+// Raises if no compiled backend serves the tensor's device; the message says how to build one.
+const Backend& backend_for(const paddle::Tensor& tensor);
+
+void* stream_of(const paddle::Tensor& tensor);  // cudaStream_t of a GPU tensor, else nullptr
+
+// Raises with the backend's message unless `status` is fm3::Status::kOk.
+void check_status(const Backend& backend, const char* what, int32_t status);
+
+// Uninitialised scratch memory beside `like`, or an undefined tensor if num_bytes is 0.
+paddle::Tensor workspace(int64_t num_bytes, const paddle::Tensor& like);
+
+}  // namespace fm3::binding

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment variables of this package, all of them, read when asked and never at import.
+
+    FM3_LIB_DIR       folder of the compiled libraries, instead of the package's own _lib
+    FM3_NUM_THREADS   threads of the CPU kernels; unset or 0 means every core the process may use
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+VARIABLES = ("FM3_LIB_DIR", "FM3_NUM_THREADS")
+
+
+def lib_dir() -> Path:
+    """Folder in which the compiled libraries are looked for."""
+    return Path(os.environ.get("FM3_LIB_DIR") or Path(__file__).parent / "_lib")
+
+
+def num_threads() -> int:
+    """Threads of the CPU kernels; 0 means every core the process may use.
+
+    Raises:
+        ValueError: FM3_NUM_THREADS is not a whole number >= 0.
+    """
+    text = os.environ.get("FM3_NUM_THREADS", "").strip()
+    if not text:
+        return 0
+    if not text.isdecimal():
+        raise ValueError(f"FM3_NUM_THREADS={text!r}: expected a whole number >= 0 (0: every core)")
+    return int(text)
