@@ -8,10 +8,13 @@ bound count again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from paddle_fm3.mask import intervals
 
 Int32Array = NDArray[np.int32]
 
@@ -23,6 +26,7 @@ BOUND_FORMS = {
     (False, 4): "[LTS, LTE, UTS, UTE]: rows [LTS, LTE) and [UTS, UTE) hidden",
 }
 
+MAX_LENGTH = 2**31 - 256  # rows and tile ends stay int32
 BLOCK_MASK_TILE = 128  # side of one block_mask entry, in rows and columns
 
 
@@ -51,8 +55,8 @@ class ColumnMask:
     block_mask: Int32Array | None = None  # [b, h_mask, ceil(s_q/128), ceil(s_k/128)]
 
     def __post_init__(self) -> None:
-        if self.s_q < 0:
-            raise ValueError(f"ColumnMask: s_q={self.s_q} must be >= 0")
+        if not 0 <= self.s_q <= MAX_LENGTH:
+            raise ValueError(f"ColumnMask: s_q={self.s_q} must be in [0, {MAX_LENGTH}]")
         shape = self.lt_begin.shape
         if len(shape) != 3:
             raise ValueError(f"ColumnMask: lt_begin.shape is {shape}; expected [b, h_mask, s_k]")
@@ -141,11 +145,194 @@ class ColumnMask:
             named = (columns[0], ends, zeros, columns[1])
         return cls(*named, s_q=s_q, is_causal=is_causal, block_mask=block_mask)
 
+    def hidden_intervals(self) -> intervals.Family:
+        """Rows hidden from each column, causal rule included and block_mask not, as they are stored.
+
+        Returns ``(begin, end)``, int32 ``[3, b, h_mask, s_k]``: causal, lt, ut. They may overlap or be empty.
+        """
+        causal_end = np.zeros(self.lt_begin.shape, np.int32)
+        if self.is_causal:
+            causal_end[:] = causal_ends(self.s_q, self.s_k)
+        zeros = np.zeros(self.lt_begin.shape, np.int32)
+        return np.stack([zeros, self.lt_begin, self.ut_begin]), np.stack([causal_end, self.lt_end, self.ut_end])
+
+    def visible(self, q_idx: int, k_idx: int, *, b_idx: int = 0, h_mask_idx: int = 0) -> bool:
+        """Whether query row ``q_idx`` sees key ``k_idx``."""
+        if not (0 <= q_idx < self.s_q and 0 <= k_idx < self.s_k):
+            raise IndexError(f"ColumnMask: (q_idx, k_idx) = {(q_idx, k_idx)} outside {(self.s_q, self.s_k)}")
+        column = (b_idx, h_mask_idx, k_idx)
+        if self.is_causal and k_idx > q_idx + (self.s_k - self.s_q):
+            return False
+        if self.lt_begin[column] <= q_idx < self.lt_end[column]:
+            return False
+        if self.ut_begin[column] <= q_idx < self.ut_end[column]:
+            return False
+        if self.block_mask is None:
+            return True
+        tile = (b_idx, h_mask_idx, q_idx // BLOCK_MASK_TILE, k_idx // BLOCK_MASK_TILE)
+        return bool(self.block_mask[tile])
+
+    def dense(self) -> NDArray[np.bool_]:
+        """Boolean table ``[b, h_mask, s_q, s_k]``, True where visible. For small sizes.
+
+        Raises:
+            ValueError: the table would exceed 2**30 entries.
+        """
+        size = self.b * self.h_mask * self.s_q * self.s_k
+        if size > 2**30:
+            raise ValueError(f"ColumnMask.dense: {size} entries for {self!r}; the limit is 2**30, use slices")
+        begin, end = self.hidden_intervals()
+        q_idx = np.arange(self.s_q, dtype=np.int32)[:, None]  # [s_q, 1]
+        visible = np.ones((self.b, self.h_mask, self.s_q, self.s_k), bool)
+        for slot in range(3):
+            visible &= (q_idx < begin[slot, :, :, None, :]) | (q_idx >= end[slot, :, :, None, :])
+        if self.block_mask is not None:
+            kept = self.block_mask.astype(bool).repeat(BLOCK_MASK_TILE, axis=2).repeat(BLOCK_MASK_TILE, axis=3)
+            visible &= kept[:, :, : self.s_q, : self.s_k]
+        return visible
+
     def to_bounds(self) -> tuple[Int32Array, bool]:
         """The most compact ``(startend_row_indices [b, h_mask, s_k, n], causal)`` with this meaning.
 
+        ``block_mask`` is no part of it: pass it beside. Forms are tried by rising n; at n = 2 the causal form
+        comes first if the mask is causal. Rows that the causal rule hides may be dropped from the bounds, so
+        only the visible pairs survive the round trip, not the stored numbers.
+
         Raises:
-            ValueError: the causal rule together with a non-empty second interval, which no input
-                format carries, where the two cannot be merged; the message names the first column.
+            ValueError: no input format carries the mask (the causal rule and two more intervals that neither
+                merge with it nor with each other); the message names the first such column.
         """
-        raise NotImplementedError
+        every = intervals.union(self.hidden_intervals(), self.s_q)  # [3, b, h_mask, s_k] each
+        ends = np.broadcast_to(causal_ends(self.s_q, self.s_k), self.lt_begin.shape)
+        # The causal form is open to any mask that hides at least what the causal rule hides.
+        has_causal_head = bool(((every[0][0] <= 0) & (every[1][0] >= ends) | (ends == 0)).all())
+        if has_causal_head:
+            below = intervals.union((np.maximum(every[0], ends), every[1]), self.s_q)
+            if intervals.is_empty((below[0][1:], below[1][1:])).all():
+                lt_begin, lt_end = below[0][0], below[1][0]
+                if (lt_end == self.s_q).all():  # an empty slot is [s_q, s_q)
+                    return lt_begin[..., None].copy(), True
+                if self.is_causal:
+                    return np.stack([lt_begin, lt_end], axis=-1), True
+        outer = self._outer_bounds(every)
+        if outer is not None:
+            return outer, False
+        if has_causal_head and intervals.is_empty((below[0][1:], below[1][1:])).all():
+            return np.stack([below[0][0], below[1][0]], axis=-1), True
+        if not intervals.is_empty((every[0][2], every[1][2])).all():
+            column = tuple(int(i) for i in np.argwhere(~intervals.is_empty((every[0][2], every[1][2])))[0])
+            raise ValueError(
+                f"ColumnMask.to_bounds: column (b, h_mask, k) = {column} hides three separate intervals "
+                f"{interval_text(every, column)}, causal rule included; an input format carries at most two "
+                "(or the causal rule and one)"
+            )
+        return np.stack([every[0][0], every[1][0], every[0][1], every[1][1]], axis=-1), False
+
+    def _outer_bounds(self, every: intervals.Family) -> Int32Array | None:
+        """[LTS, UTE] if each column hides nothing but a head from row 0 and a tail to row s_q, else None."""
+        begin, end = every
+        is_used = begin < end
+        is_head = is_used & (begin == 0)
+        is_tail = is_used & (end == self.s_q) & ~is_head
+        if not (is_head | is_tail | ~is_used).all():
+            return None
+        lt_begin = np.where(is_tail, begin, np.int32(self.s_q)).min(axis=0)
+        ut_end = np.where(is_head, end, np.int32(0)).max(axis=0)
+        return np.stack([lt_begin, ut_end], axis=-1)
+
+    def to_noncausal(self) -> ColumnMask:
+        """The same mask with the causal rule written into the intervals (``is_causal`` False).
+
+        Context parallelism needs this: a permuted sequence has no diagonal.
+
+        Raises:
+            ValueError: a column then needs three intervals; the message names it.
+        """
+        if not self.is_causal:
+            return self
+        begin, end = intervals.union(self.hidden_intervals(), self.s_q)
+        needs_third = begin[2] < end[2]
+        if needs_third.any():
+            column = tuple(int(i) for i in np.argwhere(needs_third)[0])
+            raise ValueError(
+                f"ColumnMask.to_noncausal: column (b, h_mask, k) = {column} hides {interval_text((begin, end), column)} "
+                "with the causal rule written out; a column holds two intervals"
+            )
+        # The head, if any, goes to the upper interval: that is the one which stands for "before the diagonal".
+        is_head = (begin[0] < end[0]) & (begin[0] == 0)
+        upper = np.where(is_head, begin[0], begin[1]), np.where(is_head, end[0], end[1])
+        lower = np.where(is_head, begin[1], begin[0]), np.where(is_head, end[1], end[0])
+        return ColumnMask(*lower, *upper, s_q=self.s_q, is_causal=False, block_mask=self.block_mask)
+
+    def select(self, *, b: slice | None = None, h_mask: slice | None = None) -> ColumnMask:
+        """The mask of some batch entries and mask heads (slices, so that the axes stay)."""
+        for name, part in (("b", b), ("h_mask", h_mask)):
+            if not isinstance(part, slice | None):
+                raise TypeError(f"ColumnMask.select: {name}={part!r} is no slice; write slice(i, i + 1) for one")
+        part = (b or slice(None), h_mask or slice(None))
+        bounds = (self.lt_begin, self.lt_end, self.ut_begin, self.ut_end)
+        block_mask = None if self.block_mask is None else self.block_mask[part]
+        return ColumnMask(*(x[part] for x in bounds), s_q=self.s_q, is_causal=self.is_causal, block_mask=block_mask)
+
+    def with_block_mask(self, block_mask: ArrayLike | None) -> ColumnMask:
+        """This mask with another ``block_mask`` (int 0/1 ``[b, h_mask, ceil(s_q/128), ceil(s_k/128)]``)."""
+        return replace(self, block_mask=block_mask)
+
+    def content_hash(self) -> str:
+        """Hexadecimal digest of everything stored: equal masks have equal digests, in any process."""
+        digest = hashlib.blake2b(digest_size=16)
+        has_block_mask = self.block_mask is not None
+        digest.update(np.array([self.b, self.h_mask, self.s_k, self.s_q, self.is_causal, has_block_mask], "<i8").tobytes())
+        for bound in (self.lt_begin, self.lt_end, self.ut_begin, self.ut_end):
+            digest.update(np.ascontiguousarray(bound, "<i4").data)
+        if has_block_mask:
+            digest.update(np.ascontiguousarray(self.block_mask, "<i4").data)
+        return digest.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        """Same stored content (two masks may hide the same pairs and still differ here; see `same_visibility`)."""
+        if not isinstance(other, ColumnMask):
+            return NotImplemented
+        if (self.s_q, self.is_causal, self.lt_begin.shape) != (other.s_q, other.is_causal, other.lt_begin.shape):
+            return False
+        names = ("lt_begin", "lt_end", "ut_begin", "ut_end")
+        if not all(np.array_equal(getattr(self, name), getattr(other, name)) for name in names):
+            return False
+        if self.block_mask is None or other.block_mask is None:
+            return self.block_mask is other.block_mask
+        return np.array_equal(self.block_mask, other.block_mask)
+
+    def __hash__(self) -> int:
+        return hash(self.content_hash())
+
+    def same_visibility(self, other: ColumnMask) -> bool:
+        """Whether both intervals' unions are the same in every column and the block masks are equal; O(s_k)."""
+        if (self.s_q, self.lt_begin.shape) != (other.s_q, other.lt_begin.shape):
+            return False
+        mine = intervals.union(self.hidden_intervals(), self.s_q)
+        theirs = intervals.union(other.hidden_intervals(), self.s_q)
+        same_blocks = (self.block_mask is None and other.block_mask is None) or np.array_equal(
+            self._block_mask_or_ones(), other._block_mask_or_ones()
+        )
+        return np.array_equal(mine[0], theirs[0]) and np.array_equal(mine[1], theirs[1]) and same_blocks
+
+    def _block_mask_or_ones(self) -> Int32Array:
+        tiles = (-(-self.s_q // BLOCK_MASK_TILE), -(-self.s_k // BLOCK_MASK_TILE))
+        return np.ones((self.b, self.h_mask, *tiles), np.int32) if self.block_mask is None else self.block_mask
+
+    def __repr__(self) -> str:
+        block = "" if self.block_mask is None else ", block_mask"
+        rule = ", causal" if self.is_causal else ""
+        return f"ColumnMask(b={self.b}, h_mask={self.h_mask}, s_q={self.s_q}, s_k={self.s_k}{rule}{block})"
+
+
+def causal_ends(s_q: int, s_k: int) -> Int32Array:
+    """First row that the causal rule lets see each key, ``[s_k]`` in ``[0, s_q]``: rows before it are hidden."""
+    return np.clip(np.arange(s_k, dtype=np.int64) - (s_k - s_q), 0, s_q).astype(np.int32)
+
+
+def interval_text(family: intervals.Family, column: tuple[int, ...]) -> str:
+    """``[3, 7), [9, 12)`` of one column of a family, for messages."""
+    begin, end = (x[(slice(None), *column)] for x in family)
+    shown = [f"[{low}, {high})" for low, high in zip(begin.tolist(), end.tolist(), strict=True) if low < high]
+    return ", ".join(shown) or "nothing"
