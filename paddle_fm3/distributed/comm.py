@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives of one context-parallel group: post, then wait, with a bounded wait and a named culprit.
+
+The only file of the package that calls `paddle.distributed` collectives. On gloo they run on a communication
+thread, so that a transfer proceeds beside compute and a rank that stalls can be given up on; gloo lacks
+reduce_scatter, which becomes all_reduce + slice, and its fp16 sum overflows to inf, so 16-bit sums travel as
+fp32. On NCCL the native collectives run on the current stream.
+
+Limits: a gloo collective cannot be cancelled. After a timeout the stuck thread is abandoned (it is a daemon and
+gloo ends it by itself after 30 s), the communicator refuses further use, and the process should exit. gloo's own
+limit of 30 s also caps longer timeouts. On NCCL a dead peer is Paddle's watchdog's business (PADDLE_PG_TIMEOUT).
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from paddle.distributed import collective
+
+from paddle_fm3.distributed import groups
+
+T = TypeVar("T")
+
+RECORD_BYTES = 2048  # fixed size of one rank's record in `exchange`
+ANNOUNCE_AFTER_S = 1.0  # a rank that waits longer says so in the store, so that it is not taken for dead
+ROLL_CALL_S = 3.0  # how long the survivors of a failure spend on finding out who is missing
+
+
+class CommError(RuntimeError):
+    """A collective did not complete: names this rank, the transfer, the cause and the ranks that are missing."""
+
+
+class Pending(Generic[T]):
+    """A posted collective. `wait` returns its result and may be called once."""
+
+    def __init__(self, what: str, collect: Callable[[], T]) -> None:
+        self._what = what
+        self._collect = collect
+        self._is_waited = False
+
+    def wait(self) -> T:
+        if self._is_waited:
+            raise RuntimeError(f"Pending: wait() called twice on '{self._what}'")
+        self._is_waited = True
+        return self._collect()
+
+
+class Communicator:
+    """Bounded collectives over one group.
+
+    Args:
+        group: a Paddle ``Group`` of at least two ranks, this process among them.
+        timeout_s: longest wait for one collective.
+    """
+
+    def __init__(self, group: Any, timeout_s: float) -> None:
+        self.group = group
+        self.rank: int = group.rank
+        self.num_ranks: int = group.nranks
+        self.timeout_s = timeout_s
+        self.is_gloo = groups.is_gloo(group)
+        self._num_posted = 0
+        self._failure: str | None = None
+
+    def post_all_gather(self, x: paddle.Tensor, what: str) -> Pending[list[paddle.Tensor]]:
+        """Every rank's ``x`` (equal shapes), by rank."""
+        gathered: list[paddle.Tensor] = []
+        return self._post(lambda: dist.all_gather(gathered, x, group=self.group), lambda: gathered, what)
+
+    def post_reduce_scatter(self, parts: paddle.Tensor, what: str) -> Pending[paddle.Tensor]:
+        """Sum over ranks of ``parts[self.rank]``; ``parts`` is [num_ranks, ...] and is consumed.
+
+        Summed in the dtype given, except that gloo sums 16-bit inputs in fp32; the result has parts' dtype.
+        """
+        dtype = parts.dtype
+        if self.is_gloo:
+            is_16_bit = dtype in (paddle.float16, paddle.bfloat16)
+            total = parts.astype("float32") if is_16_bit else parts
+            return self._post(
+                lambda: dist.all_reduce(total, group=self.group), lambda: total[self.rank].astype(dtype), what
+            )
+        summed = paddle.empty(parts.shape[1:], dtype)
+        return self._post(lambda: dist.reduce_scatter(summed, list(parts), group=self.group), lambda: summed, what)
+
+    def exchange(self, record: dict[str, Any], what: str) -> list[dict[str, Any]]:
+        """Every rank's small JSON-able record, by rank."""
+        encoded = json.dumps(record).encode()
+        if len(encoded) > RECORD_BYTES:
+            raise ValueError(f"exchange: the record of '{what}' takes {len(encoded)} bytes; at most {RECORD_BYTES}")
+        padded = np.frombuffer(encoded.ljust(RECORD_BYTES), np.uint8).astype(np.int32)  # [RECORD_BYTES]
+        gathered = self.post_all_gather(paddle.to_tensor(padded), what).wait()
+        return [json.loads(row.numpy().astype(np.uint8).tobytes()) for row in gathered]
+
+    def _post(self, run: Callable[[], Any], collect: Callable[[], T], what: str) -> Pending[T]:
+        if self._failure is not None:
+            raise CommError(f"'{what}' refused: an earlier collective of this group failed: {self._failure}")
+        self._num_posted += 1
+        number = self._num_posted
+        if not self.is_gloo:
+            run()
+            return Pending(what, collect)
+        job = _Job(run)
+        _gloo_thread().put(job)
+
+        def wait_and_collect() -> T:
+            began = time.monotonic()
+            if not job.is_done.wait(min(ANNOUNCE_AFTER_S, self.timeout_s)):
+                self._announce(number)
+                if not job.is_done.wait(self.timeout_s - ANNOUNCE_AFTER_S):
+                    self._fail(number, what, f"no answer within {self.timeout_s:g} s")
+            if job.error is not None:
+                gloo_words = " ".join(str(job.error).split())[-160:]
+                self._fail(number, what, f"gloo gave up after {time.monotonic() - began:.1f} s ({gloo_words})")
+            return collect()
+
+        return Pending(what, wait_and_collect)
+
+    def _fail(self, number: int, what: str, cause: str) -> None:
+        missing = self._missing_ranks(number)
+        if missing is None:
+            culprit = "the key-value store does not answer either (its host, global rank 0, is probably dead)"
+        elif missing:
+            culprit = f"rank {', '.join(map(str, missing))} did not arrive (dead or stalled)"
+        else:
+            culprit = "every rank is waiting in it"
+        self._failure = (
+            f"context parallelism: rank {self.rank} of {self.num_ranks} gave up on '{what}' "
+            f"(collective {number}): {cause}; {culprit}"
+        )
+        raise CommError(self._failure)
+
+    def _announce(self, number: int) -> None:
+        store = collective._default_store
+        key = self._announce_key(number, self.rank)
+        # Threads of their own, here and below: asking the store of a dead host would block for minutes.
+        threading.Thread(target=lambda: store.add(key, 1), daemon=True).start()
+
+    def _announce_key(self, number: int, rank: int) -> str:
+        return f"paddle_fm3/waiting/{self.group.id}/{number}/{rank}"
+
+    def _missing_ranks(self, number: int) -> list[int] | None:
+        """Ranks that did not announce themselves in the same collective; None if the store does not answer."""
+        missing: list[int] = []
+        is_answered = threading.Event()
+        self._announce(number)
+
+        def roll_call() -> None:
+            store = collective._default_store
+            time.sleep(ANNOUNCE_AFTER_S + 0.5)  # whoever arrived a moment ago still gets to announce itself
+            missing.extend(
+                rank for rank in range(self.num_ranks) if store.add(self._announce_key(number, rank), 0) == 0
+            )
+            is_answered.set()
+
+        threading.Thread(target=roll_call, daemon=True).start()
+        return missing if is_answered.wait(ROLL_CALL_S) else None
+
+
+class _Job:
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self.run = run
+        self.is_done = threading.Event()
+        self.error: BaseException | None = None
+
+
+_job_queue: queue.SimpleQueue[_Job] | None = None
+
+
+def _gloo_thread() -> queue.SimpleQueue[_Job]:
+    """The queue of the process's one communication thread; one thread keeps all groups' collectives in order."""
+    global _job_queue
+    if _job_queue is None:
+        _job_queue = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(_job_queue,), name="paddle_fm3-gloo", daemon=True).start()
+    return _job_queue
+
+
+def _serve(jobs: queue.SimpleQueue[_Job]) -> None:
+    while True:
+        job = jobs.get()
+        try:
+            job.run()
+        except BaseException as error:  # noqa: BLE001  handed to the waiting thread, which raises
+            job.error = error
+        job.is_done.set()
+
+
+_communicators: dict[tuple[int, float], Communicator] = {}
+
+
+def communicator_for(group: Any, timeout_s: float) -> Communicator:
+    """The communicator of the group, one per group and timeout, so that its collectives share one count."""
+    key = (group.id, timeout_s)
+    if key not in _communicators:
+        _communicators[key] = Communicator(group, timeout_s)
+    return _communicators[key]

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which Paddle process group carries context parallelism, and a repair that gloo subgroups need."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import paddle.distributed as dist
+from paddle.base import core
+from paddle.distributed import collective
+
+STORE_TIMEOUT_S = 300
+_original_new_process_group: Any = None
+_group_stores: dict[int, Any] = {}  # group id -> its TCPStore, kept alive as long as the process
+
+
+def resolve_group(group: Any | None = None) -> Any | None:
+    """The group to split the sequence over.
+
+    Args:
+        group: a Paddle ``Group``, or None to look it up: fleet's context-parallel group if the topology has
+            one, else its sep group.
+
+    Returns:
+        The group, or None when there is one process only (context parallelism of degree 1).
+
+    Raises:
+        RuntimeError: several processes, no group given, and fleet has no context or sep group.
+        ValueError: this process is not a member of the given group.
+    """
+    if group is not None:
+        if group.rank < 0:
+            raise ValueError(
+                f"resolve_group: rank {dist.get_rank()} is not a member of group {group.id} with ranks {group.ranks}"
+            )
+        return group
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    topology = _fleet_topology()
+    if topology is None:
+        raise RuntimeError(
+            f"resolve_group: {dist.get_world_size()} processes but no context-parallel group: pass group=..., or call "
+            "fleet.init with sep_degree > 1 (PaddleNLP: --context_parallel_degree or --sep_parallel_degree)"
+        )
+    # `get_context_parallel_group` exists only on the topology that fleet builds for ep_degree > 1.
+    get_group = getattr(topology, "get_context_parallel_group", None) or topology.get_sep_parallel_group
+    return _usable(get_group())
+
+
+def group_size(group: Any | None) -> int:
+    """Ranks in the group; 1 for None."""
+    return 1 if group is None else group.nranks
+
+
+def group_rank(group: Any | None) -> int:
+    """This process's rank inside the group; 0 for None."""
+    return 0 if group is None else group.rank
+
+
+def is_gloo(group: Any) -> bool:
+    """Whether the group's collectives run over gloo (CPU tensors)."""
+    return group.process_group is not None and group.process_group.name().upper() == "GLOO"
+
+
+def _fleet_topology() -> Any | None:
+    try:
+        return dist.fleet.get_hybrid_communicate_group()
+    except AttributeError:  # fleet.init was not called
+        return None
+
+
+def _usable(group: Any) -> Any | None:
+    # fleet answers degree 1 with a one-member group that has no process group behind it.
+    return None if group is None or group.nranks <= 1 else group
+
+
+def enable_gloo_subgroups() -> None:
+    """Gives every gloo group created from now on a key-value store of its own. Undone by the disable twin.
+
+    Paddle lets all gloo groups meet under the same keys of one store, so the second group of a process usually
+    fails ("Connection refused"). Call this before ``fleet.init``; NCCL groups are left alone.
+    """
+    global _original_new_process_group
+    if _original_new_process_group is not None:
+        return
+    _original_new_process_group = collective._new_process_group_impl
+
+    def new_process_group(
+        backend: str, store: Any, rank: int, world_size: int, group_name: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        group_id = kwargs.get("group_id", args[1] if len(args) > 1 else 0)
+        if backend == "gloo" and group_id != 0:
+            store = _group_stores[group_id] = _make_group_store(store, rank, world_size, group_id)
+        return _original_new_process_group(backend, store, rank, world_size, group_name, *args, **kwargs)
+
+    collective._new_process_group_impl = new_process_group
+
+
+def disable_gloo_subgroups() -> None:
+    """Restores Paddle's own group creation; groups that exist keep working."""
+    global _original_new_process_group
+    if _original_new_process_group is not None:
+        collective._new_process_group_impl = _original_new_process_group
+        _original_new_process_group = None
+
+
+def _make_group_store(parent_store: Any, rank: int, world_size: int, group_id: int) -> Any:
+    key = f"paddle_fm3/group_store/{group_id}"
+    if rank == 0:
+        host = os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").split(":")[0]
+        port = _free_port()
+        # NOTE: published before the store is built, because building it blocks until all members connect.
+        parent_store.set(key, f"{host}:{port}".encode())
+    else:
+        host, port_text = bytes(parent_store.get(key)).decode().split(":")
+        port = int(port_text)
+    return core.TCPStore(host, port, rank == 0, world_size, STORE_TIMEOUT_S)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PreparedMask: a mask made ready for one rank, once a batch, and found again by every layer of the model."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import paddle
+
+from paddle_fm3.distributed.localize import localize_mask
+from paddle_fm3.distributed.partition import Partition
+from paddle_fm3.mask.column_mask import ColumnMask
+
+CACHE_ENTRIES = 8  # a step uses one mask, or two where window and full layers alternate; the rest is slack
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedMask:
+    """What one rank needs to run attention for its rows over all keys.
+
+    Attributes:
+        partition: who owns which rows.
+        rank: the rank this was made for.
+        bounds_local: int32 [b, h_mask, s, n]; local query rows, key columns in global order, not causal.
+        block_mask_local: int32 [b, h_mask, ceil(s_local/128), ceil(s/128)] or None.
+        digest: of the whole mask and the partition; equal on all ranks of a step.
+    """
+
+    partition: Partition
+    rank: int
+    bounds_local: paddle.Tensor  # [b, h_mask, s, n]
+    block_mask_local: paddle.Tensor | None
+    digest: str
+
+
+def prepare_mask(mask_global: ColumnMask, partition: Partition, rank: int, digest: str) -> PreparedMask:
+    """Localises the mask for the rank and hands the result to Paddle."""
+    local = localize_mask(mask_global, partition, rank)
+    bounds = np.stack([local.lt_begin, local.lt_end, local.ut_begin, local.ut_end], axis=-1)  # [b, h_mask, s, 4]
+    block_mask = None if local.block_mask is None else paddle.to_tensor(local.block_mask)
+    return PreparedMask(partition, rank, paddle.to_tensor(bounds), block_mask, digest)
+
+
+def global_mask(
+    bounds: np.ndarray | None, causal: bool, partition: Partition, b: int, block_mask: np.ndarray | None
+) -> ColumnMask:
+    """The mask over the whole sequence; bounds is int32 [b, h_mask, s, n] or None for no hidden interval."""
+    if bounds is not None:
+        return ColumnMask.from_bounds(bounds, is_causal=causal, s_q=partition.s, block_mask=block_mask)
+    nothing = np.zeros((b, 1, partition.s), np.int32)  # [b, h_mask, s]
+    return ColumnMask(nothing, nothing, nothing, nothing, partition.s, causal, block_mask)
+
+
+def digest_of(*parts: Any) -> str:
+    """Short content digest of arrays and plain values."""
+    hasher = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        if isinstance(part, np.ndarray):
+            hasher.update(repr((part.shape, part.dtype.str)).encode())
+            hasher.update(np.ascontiguousarray(part).tobytes())
+        else:
+            hasher.update(repr(part).encode())
+    return hasher.hexdigest()
+
+
+class PreparedCache:
+    """Finds the PreparedMask of a bounds tensor by identity, so that layers pay nothing after the first.
+
+    A tensor counts as the same only while it is alive and was not written to in place.
+    """
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[tuple[Any, ...], tuple[Any, PreparedMask]] = OrderedDict()
+
+    def find(self, bounds: paddle.Tensor | None, key: tuple[Any, ...]) -> PreparedMask | None:
+        entry = self._entries.get(self._full_key(bounds, key))
+        if entry is None:
+            return None
+        reference, prepared = entry
+        return prepared if reference is None or reference() is bounds else None
+
+    def put(self, bounds: paddle.Tensor | None, key: tuple[Any, ...], prepared: PreparedMask) -> None:
+        reference = None if bounds is None else weakref.ref(bounds)
+        full_key = self._full_key(bounds, key)
+        self._entries[full_key] = (reference, prepared)
+        self._entries.move_to_end(full_key)
+        while len(self._entries) > CACHE_ENTRIES:
+            self._entries.popitem(last=False)
+
+    @staticmethod
+    def _full_key(bounds: paddle.Tensor | None, key: tuple[Any, ...]) -> tuple[Any, ...]:
+        return key if bounds is None else (id(bounds), bounds.inplace_version, *key)

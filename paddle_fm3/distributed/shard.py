@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts tensors into a rank's rows and puts them back: hidden states, labels, position ids, mask columns, losses.
+
+A rank's rows are its chunks in ascending global order, which is token order only for a contiguous partition.
+Whatever depends on a token's place (rope, shifted labels, per-token losses) must therefore be computed from
+global values *before* `shard_rows`, or from rows put back by `unshard_rows`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+from paddle.autograd import PyLayer
+
+from paddle_fm3.distributed import groups
+from paddle_fm3.distributed.comm import Communicator, communicator_for
+from paddle_fm3.distributed.partition import Partition
+
+
+def shard_rows(x: paddle.Tensor, partition: Partition, rank: int, axis: int = 1) -> paddle.Tensor:
+    """This rank's rows of a tensor of the whole sequence, chunks ascending. Local, differentiable.
+
+    Args:
+        x: any tensor with ``x.shape[axis] == partition.s``, the same on every rank: token ids [b, s], labels,
+            position ids, hidden states [b, s, d], mask columns [b, h_mask, s, n] (axis 2).
+        partition: who owns which rows.
+        rank: whose rows.
+        axis: the sequence axis.
+
+    Raises:
+        ValueError: the axis does not have partition.s entries.
+    """
+    axis = axis % len(x.shape)
+    if x.shape[axis] != partition.s:
+        raise ValueError(f"shard_rows: x.shape is {x.shape}; axis {axis} must have the partition's s={partition.s} rows")
+    return _concat([_slice(x, axis, *chunk) for chunk in partition.chunks_of(rank)], axis, like=x)
+
+
+def unshard_rows(
+    x: paddle.Tensor, partition: Partition, group: Any | None = None, axis: int = 1, timeout_s: float = 60.0
+) -> paddle.Tensor:
+    """The tensor of the whole sequence from every rank's rows. Collective.
+
+    Differentiable for the usual case that every rank goes on to compute the same value from the result (a loss
+    over all tokens): each rank's rows receive the gradient that this rank computed for them, not a sum over ranks.
+
+    Args:
+        x: this rank's rows, ``x.shape[axis] == partition.num_rows(rank)``.
+        partition: who owns which rows.
+        group: Paddle group; None finds fleet's context-parallel or sep group.
+        axis: the sequence axis.
+        timeout_s: longest wait for another rank.
+    """
+    group = groups.resolve_group(group)
+    if group is None:
+        return x
+    order = [axis % len(x.shape)] + [i for i in range(len(x.shape)) if i != axis % len(x.shape)]
+    back = [order.index(i) for i in range(len(order))]
+    rows_first = paddle.transpose(x, order).unsqueeze(0)  # [1, s_local, ...]
+    whole = _GatherRows.apply(rows_first, partition, communicator_for(group, timeout_s))  # [1, s, ...]
+    return paddle.transpose(whole.squeeze(0), back)
+
+
+class _GatherRows(PyLayer):
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor, partition: Partition, communicator: Communicator) -> paddle.Tensor:
+        ctx.partition, ctx.rank = partition, communicator.rank
+        gathered = communicator.post_all_gather(pad_rows(x, partition), "gather of sequence rows").wait()
+        return assemble_rows(gathered, partition)
+
+    @staticmethod
+    def backward(ctx: Any, grad: paddle.Tensor) -> paddle.Tensor:
+        return shard_rows(grad, ctx.partition, ctx.rank)
+
+
+def max_rows(partition: Partition) -> int:
+    """Rows of the rank that owns most: the equal length that collectives are padded to."""
+    return max(partition.num_rows(rank) for rank in range(partition.num_ranks))
+
+
+def pad_rows(x: paddle.Tensor, partition: Partition) -> paddle.Tensor:
+    """[b, s_local, ...] -> [b, max_rows, ...], zeros after the rank's rows."""
+    missing = max_rows(partition) - x.shape[1]
+    if missing == 0:
+        return x.contiguous()
+    zeros = paddle.zeros([x.shape[0], missing, *x.shape[2:]], x.dtype)
+    return zeros if x.shape[1] == 0 else paddle.concat([x, zeros], axis=1)
+
+
+def assemble_rows(gathered: list[paddle.Tensor], partition: Partition) -> paddle.Tensor:
+    """Every rank's [b, max_rows, ...] -> [b, s, ...] in global order."""
+    next_row = [0] * partition.num_ranks
+    pieces = []
+    begins = partition.chunk_begins_global
+    for chunk_id, rank in enumerate(partition.chunk_ranks):
+        begin_local, next_row[rank] = next_row[rank], next_row[rank] + begins[chunk_id + 1] - begins[chunk_id]
+        pieces.append(_slice(gathered[rank], 1, begin_local, next_row[rank]))
+    return _concat(pieces, 1, like=gathered[0])
+
+
+def rows_by_rank(x: paddle.Tensor, partition: Partition) -> paddle.Tensor:
+    """[b, s, ...] -> [num_ranks, b, max_rows, ...], zeros after each rank's rows."""
+    return paddle.stack(
+        [pad_rows(shard_rows(x, partition, rank), partition) for rank in range(partition.num_ranks)], axis=0
+    )
+
+
+def _slice(x: paddle.Tensor, axis: int, begin: int, end: int) -> paddle.Tensor:
+    return paddle.slice(x, [axis], [begin], [end])
+
+
+def _concat(pieces: list[paddle.Tensor], axis: int, like: paddle.Tensor) -> paddle.Tensor:
+    if not pieces:
+        shape = list(like.shape)
+        shape[axis] = 0
+        return paddle.zeros(shape, like.dtype)
+    return pieces[0] if len(pieces) == 1 else paddle.concat(pieces, axis=axis)

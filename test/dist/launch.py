@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a worker script on several ranks with Paddle's launcher, with a bounded wait and readable failures."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO_ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """Exit code of the launcher and each rank's log."""
+
+    exit_code: int
+    logs: list[str]  # [num_ranks]
+
+    def tail(self, num_chars: int = 2500) -> str:
+        """The end of every log, for failure messages."""
+        return "\n".join(f"--- rank {rank} ---\n{log[-num_chars:]}" for rank, log in enumerate(self.logs))
+
+
+def launch(script: Path, args: list[str], num_ranks: int, work_dir: Path, timeout_s: float) -> LaunchResult:
+    """Runs ``script args`` on num_ranks processes of this machine; kills them all after timeout_s.
+
+    The launcher picks free loopback ports itself. A single rank runs without the launcher, as a user would run it.
+    """
+    log_dir = work_dir / f"log_{num_ranks}"
+    log_dir.mkdir(parents=True, exist_ok=True)
+    environment = {name: value for name, value in os.environ.items() if not re.match("PADDLE_|FLAGS_", name)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(REPO_ROOT), environment.get("PYTHONPATH", "")])
+    environment["OMP_NUM_THREADS"] = "1"
+    command = [sys.executable, str(script), *args]
+    if num_ranks > 1:
+        launcher = ["-m", "paddle.distributed.launch", "--nproc_per_node", str(num_ranks), "--log_dir", str(log_dir)]
+        command = [sys.executable, *launcher, str(script), *args]
+    output_path = log_dir / "launcher.log"
+    with output_path.open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=work_dir, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            exit_code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            exit_code = -signal.SIGKILL
+        finally:
+            _kill_session(process)
+    if num_ranks == 1:
+        return LaunchResult(exit_code, [output_path.read_text()])
+    logs = [log_dir / f"workerlog.{rank}" for rank in range(num_ranks)]
+    return LaunchResult(exit_code, [log.read_text() if log.exists() else "" for log in logs])
+
+
+def _kill_session(process: subprocess.Popen[bytes]) -> None:
+    # The launcher does not reap its children when it is killed; they share its session.
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()

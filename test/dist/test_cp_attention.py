@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context-parallel attention under Paddle's launcher against the fp64 oracle, at 1, 2, 3 and 4 ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cp_cases import CASES, CpCase
+from launch import launch
+
+from paddle_fm3.testing import reference
+from paddle_fm3.testing.compare import assert_close_to_oracle
+
+LAUNCH_TIMEOUT_S = 150
+SEQUENCE_AXIS = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+def finished_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    """One launch a rank count runs all cases; start-up costs more than the cases."""
+    num_ranks = request.param
+    output_dir = tmp_path_factory.mktemp(f"cp{num_ranks}")
+    worker = Path(__file__).with_name("cp_worker.py")
+    result = launch(worker, [str(output_dir)], num_ranks, output_dir, LAUNCH_TIMEOUT_S)
+    assert result.exit_code == 0, f"{num_ranks} ranks ended with {result.exit_code}\n{result.tail()}"
+    return num_ranks, output_dir
+
+
+@pytest.mark.parametrize("case_idx", range(len(CASES)), ids=[case.name for case in CASES])
+def test_matches_the_oracle(finished_run: tuple[int, Path], case_idx: int) -> None:
+    num_ranks, output_dir = finished_run
+    case = CASES[case_idx]
+    by_rank = [np.load(output_dir / f"case{case_idx}_rank{rank}.npz") for rank in range(num_ranks)]
+    oracle, low_precision = oracle_of(case)
+    partition = case.partition(num_ranks)
+    for name, axis in SEQUENCE_AXIS.items():
+        whole = np.zeros_like(getattr(oracle, name), dtype=np.float32)
+        for rank in range(num_ranks):
+            index = [slice(None)] * whole.ndim
+            index[axis] = partition.rows_of(rank)
+            whole[tuple(index)] = by_rank[rank][name]
+        dtype = np.float32 if name == "lse" else DTYPES[case.dtype]
+        # Each rank rounds its dK and dV to the inputs' dtype before they are summed: one rounding a rank.
+        factor = 2.0 if case.dtype == "float32" or name not in ("dk", "dv") else 2.0 + num_ranks
+        assert_close_to_oracle(
+            whole, getattr(oracle, name), getattr(low_precision, name), name, (num_ranks, case), dtype=dtype, factor=factor
+        )
+
+
+def oracle_of(case: CpCase) -> tuple[reference.AttentionResult, reference.AttentionResult]:
+    dtype = DTYPES[case.dtype]
+    tensors = case.tensors()
+    q, k, v, dout = (tensors[name].astype(dtype).astype(np.float32) for name in ("q", "k", "v", "dout"))
+    options = {"causal": case.causal, "dout": dout, "dlse": tensors["dlse"]}
+    exact = reference.attention(q, k, v, case.bounds(), **options)
+    return exact, reference.low_precision_attention(dtype, q, k, v, case.bounds(), **options)
