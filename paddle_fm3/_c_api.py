@@ -136,6 +136,7 @@ def declare(library: ctypes.CDLL, backend: str) -> ctypes.CDLL:
         signatures["build_schedule"] = (ctypes.c_int32, [ctypes.POINTER(MaskView), ctypes.c_int32, pointer])
         signatures["set_num_threads"] = (None, [ctypes.c_int32])
         signatures["simd_target"] = (ctypes.c_char_p, [])
+        signatures["set_simd_target"] = (ctypes.c_int32, [ctypes.c_char_p])
     else:
         signatures["schedule_bytes"] = (ctypes.c_int64, [ctypes.POINTER(MaskView)])
         signatures["build_schedule"] = (ctypes.c_int32, [ctypes.POINTER(MaskView), pointer, pointer])

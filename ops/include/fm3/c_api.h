@@ -17,11 +17,14 @@ FM3_EXPORT int32_t fm3_cpu_fwd(const fm3::FwdParams* params);
 FM3_EXPORT int32_t fm3_cpu_bwd(const fm3::BwdParams* params);
 FM3_EXPORT int64_t fm3_cpu_fwd_workspace_bytes(const fm3::FwdParams* params);
 FM3_EXPORT int64_t fm3_cpu_bwd_workspace_bytes(const fm3::BwdParams* params);
-// Writes [b, h_mask, ceil(s_k/block_k)] summaries (the definition of the schedule).
+// Writes [b, h_mask, ceil(s_k/block_k)] summaries (the definition of the schedule). With
+// block_k = kBlockMaskTile the array may be given as params.schedule.
 FM3_EXPORT int32_t fm3_cpu_build_schedule(const fm3::MaskView* mask, int32_t block_k,
                                           fm3::KeyTileSummary* summaries);
 FM3_EXPORT void fm3_cpu_set_num_threads(int32_t num_threads);  // 0: all cores
 FM3_EXPORT const char* fm3_cpu_simd_target();                  // e.g. "avx512"
+// "avx512", "avx2", "baseline", or "" for the best; kUnsupported if this machine lacks it (tests).
+FM3_EXPORT int32_t fm3_cpu_set_simd_target(const char* target);
 FM3_EXPORT const char* fm3_cpu_last_error();
 
 // --- Hopper (libfm3_sm90.so); `stream` is a cudaStream_t ---------------------------------------
