@@ -105,7 +105,7 @@ def _address(array: NDArray | None) -> int | None:
 
 def _strides(array: NDArray) -> Strides:
     """Element strides of a [b, s, h, d] array whose last axis is contiguous."""
-    if array.shape[3] > 1 and array.strides[3] != array.itemsize:
+    if array.shape[3] > 1 and array.size > 0 and array.strides[3] != array.itemsize:
         raise ValueError(f"last axis of a {array.shape} array has stride {array.strides[3]} bytes")
     return Strides(*(array.strides[axis] // array.itemsize for axis in range(3)))
 
