@@ -113,7 +113,7 @@ def _check_paddle_version() -> None:
     import paddle
 
     built_for = build_info().get("paddle_version")
-    if built_for is not None and built_for != paddle.version.full_version:
+    if built_for and built_for != paddle.version.full_version:
         raise NativeLibraryError(
             f"paddle_fm3: libfm3_op.so was built for Paddle {built_for} and this is Paddle "
             f"{paddle.version.full_version}; {_HOW_TO_BUILD['fm3_op']}"

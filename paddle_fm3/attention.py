@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import paddle
 from paddle import _C_ops
+from paddle.autograd import PyLayer
 from paddle.jit.marker import unified
 
 from paddle_fm3 import _arguments, _native
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _AMP_NAMES = frozenset(("fm3_attention", "flashmask_attention", "flashmask_attention_v2", "flash_attn"))
 
 
+@unified  # runs as it is in dygraph and in a graph being built; to_static need not rewrite it
 def flashmask_attention(
     query: Tensor,
     key: Tensor,
@@ -94,30 +96,58 @@ def flashmask_attention(
 
     query, key, value = _autocast(query, key, value)
     _arguments.check_dtypes(query, key, value)
-    _native.load_op()
-    out, lse = _attention_op(
-        query,
-        key,
-        value,
-        _absent() if startend_row_indices is None else startend_row_indices,
-        _absent() if block_mask is None else block_mask,
+    indices = _absent() if startend_row_indices is None else startend_row_indices
+    block_mask = _absent() if block_mask is None else block_mask
+    out, lse = _C_ops._run_custom_op(
+        _native.load_op(),
+        *_on_one_mesh(query, key, value, indices, block_mask),
         float(query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale),
         bool(causal),
         _is_deterministic(deterministic),
     )
+    if out.is_dist() and paddle.in_dynamic_mode() and not out.stop_gradient:
+        out, lse = _BothGradients.apply(out, lse)
     return [out, lse] if return_softmax_lse else out
 
 
-@unified
-def _attention_op(query, key, value, indices, block_mask, softmax_scale, causal, deterministic):
-    return _C_ops._run_custom_op(
-        _native.OP_NAME, query, key, value, indices, block_mask, softmax_scale, causal, deterministic
-    )
+class _BothGradients(PyLayer):
+    """Hands the op a gradient of out and of lse, zero where nobody asked for one.
+
+    NOTE: with dist tensors a missing gradient ends the process inside Paddle's custom-op call; a PyLayer
+    fills it in. The price is one copy of out.
+    """
+
+    @staticmethod
+    def forward(ctx, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        return paddle.assign(out), paddle.assign(lse)
+
+    @staticmethod
+    def backward(ctx, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+        return dout, dlse
 
 
 def _absent() -> Tensor:
     """Stands for a mask that is not given: None together with dist tensors would end the process."""
     return paddle.empty([0], dtype="int32")  # [0]
+
+
+def _on_one_mesh(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """With a dist tensor among them, the plain ones become replicated dist tensors of its mesh.
+
+    NOTE: left to itself the custom op converts the caller's own plain tensors in place.
+    """
+    meshes = [tensor.process_mesh for tensor in tensors if tensor.is_dist()]
+    if not meshes or len(meshes) == len(tensors):
+        return tensors
+    from paddle.distributed.auto_parallel.api import dtensor_from_local
+
+    replicated = [paddle.distributed.Replicate()] * meshes[0].ndim
+    return tuple(
+        tensor
+        if tensor.is_dist()
+        else dtensor_from_local(tensor, meshes[0], replicated)
+        for tensor in tensors
+    )
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -147,12 +177,12 @@ def _is_deterministic(deterministic: bool | None) -> bool:
 def _size(tensor: Tensor, axis: int):
     """A size as an int, or as a 0-D tensor where a graph being built does not know it yet."""
     size = tensor.shape[axis]
-    return size if size >= 0 else paddle.shape(tensor)[axis]
+    return size if size >= 0 else paddle.shape(tensor)[axis].astype("int32")
 
 
 def _window_indices(query: Tensor, key: Tensor, left: int, right: int, causal: bool) -> Tensor:
     """The window as [b, 1, s_k, n]: key k is seen by rows k - shift - right ... k - shift + left."""
-    b, s_q, s_k = _size(query, 0), _size(query, 1), _size(key, 1)
+    b, s_q, s_k = _size(query, 0), _size(query, 1), _size(key, 1)  # int, or 0-D int32
     diagonal = paddle.arange(s_k, dtype="int32") - (s_k - s_q)  # [s_k] row that key k is the last key of
     zero, end = paddle.zeros_like(diagonal), paddle.zeros_like(diagonal) + s_q  # [s_k], [s_k]
     begin = paddle.minimum(paddle.maximum(diagonal + (left + 1), zero), end)  # [s_k]
