@@ -5,19 +5,15 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_fm3 import _c_api
+from paddle_fm3._native import cpu_library
 from paddle_fm3._c_api import BoundForm, BwdParams, DType, FwdParams, MaskView, Shape, Strides
 
-LIBRARY_PATH = Path(__file__).resolve().parents[1] / "_lib" / "libfm3_cpu.so"
 DTYPES = {"float32": DType.FLOAT32, "bfloat16": DType.BFLOAT16, "float16": DType.FLOAT16}
 _FORMS = {(True, 1): BoundForm.LOWER1, (True, 2): BoundForm.LOWER2, (False, 2): BoundForm.OUTER2}
-
-_library: ctypes.CDLL | None = None
 
 
 class NativeError(RuntimeError):
@@ -29,24 +25,10 @@ class NativeError(RuntimeError):
         self.message = message
 
 
-def library() -> ctypes.CDLL:
-    """The loaded libfm3_cpu.so with declared signatures.
-
-    Raises:
-        FileNotFoundError: the library is not built; the message says where it was looked for.
-    """
-    global _library
-    if _library is None:
-        if not LIBRARY_PATH.exists():
-            raise FileNotFoundError(f"{LIBRARY_PATH} is not built; run `make build`")
-        _library = _c_api.declare(ctypes.CDLL(str(LIBRARY_PATH)), "cpu")
-    return _library
-
-
 def check(status: int) -> None:
     """Raises NativeError with the library's message unless `status` is 0."""
     if status != 0:
-        raise NativeError(status, library().fm3_cpu_last_error().decode())
+        raise NativeError(status, cpu_library().fm3_cpu_last_error().decode())
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +158,7 @@ def forward(q, k, v, mask: NativeMask, softmax_scale: float | None = None, out=N
         out = np.empty((b, s_q, h_q, v.shape[3]), q.dtype)  # [b, s_q, h_q, d_v]
     lse = np.empty((b, h_q, s_q), np.float32)  # [b, h_q, s_q]
     params = forward_params(q, k, v, mask, scale, out, lse)
-    check(library().fm3_cpu_fwd(ctypes.byref(params)))
+    check(cpu_library().fm3_cpu_fwd(ctypes.byref(params)))
     return out, lse
 
 
@@ -189,5 +171,5 @@ def backward(q, k, v, mask: NativeMask, out, lse, dout, dlse=None, softmax_scale
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     dq, dk, dv = grads if grads is not None else (np.empty(x.shape, x.dtype) for x in (q, k, v))
     params = backward_params(q, k, v, mask, scale, out, lse, dout, dlse, dq, dk, dv)
-    check(library().fm3_cpu_bwd(ctypes.byref(params)))
+    check(cpu_library().fm3_cpu_bwd(ctypes.byref(params)))
     return dq, dk, dv
