@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be attended: ColumnMask, its builders, converters, algebra and explanation. NumPy only."""
+"""What may be attended: ColumnMask, its builders, converters and algebra. NumPy only."""
 
+from paddle_fm3.mask.algebra import expand, intersect, without_block_mask
 from paddle_fm3.mask.builders import (
     block_sparse,
     bucketed,
@@ -22,6 +23,16 @@ from paddle_fm3.mask.builders import (
     sliding_window,
 )
 from paddle_fm3.mask.column_mask import BLOCK_MASK_TILE, BOUND_FORMS, ColumnMask
+from paddle_fm3.mask.converters import (
+    from_block_mask,
+    from_cu_seqlens,
+    from_dense,
+    from_document_lengths,
+    from_padding,
+    from_padding_mask,
+    from_position_ids,
+    from_predicate,
+)
 
 __all__ = [
     "BLOCK_MASK_TILE",
@@ -35,9 +46,19 @@ __all__ = [
     "causal_document_sliding_window",
     "document",
     "eviction",
+    "expand",
+    "from_block_mask",
+    "from_cu_seqlens",
+    "from_dense",
+    "from_document_lengths",
+    "from_padding",
+    "from_padding_mask",
+    "from_position_ids",
+    "from_predicate",
     "from_window_size",
     "full",
     "global_sliding_window",
+    "intersect",
     "key_padding",
     "prefix_lm_causal",
     "prefix_lm_document",
@@ -45,4 +66,5 @@ __all__ = [
     "random_eviction",
     "share_question",
     "sliding_window",
+    "without_block_mask",
 ]

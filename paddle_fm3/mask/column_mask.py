@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from paddle_fm3.mask import intervals
+from paddle_fm3.mask.encoding import causal_ends, encode_hidden, interval_text
 
 Int32Array = NDArray[np.int32]
 
@@ -202,43 +203,9 @@ class ColumnMask:
             ValueError: no input format carries the mask (the causal rule and two more intervals that neither
                 merge with it nor with each other); the message names the first such column.
         """
-        every = intervals.union(self.hidden_intervals(), self.s_q)  # [3, b, h_mask, s_k] each
-        ends = np.broadcast_to(causal_ends(self.s_q, self.s_k), self.lt_begin.shape)
-        # The causal form is open to any mask that hides at least what the causal rule hides.
-        has_causal_head = bool(((every[0][0] <= 0) & (every[1][0] >= ends) | (ends == 0)).all())
-        if has_causal_head:
-            below = intervals.union((np.maximum(every[0], ends), every[1]), self.s_q)
-            if intervals.is_empty((below[0][1:], below[1][1:])).all():
-                lt_begin, lt_end = below[0][0], below[1][0]
-                if (lt_end == self.s_q).all():  # an empty slot is [s_q, s_q)
-                    return lt_begin[..., None].copy(), True
-                if self.is_causal:
-                    return np.stack([lt_begin, lt_end], axis=-1), True
-        outer = self._outer_bounds(every)
-        if outer is not None:
-            return outer, False
-        if has_causal_head and intervals.is_empty((below[0][1:], below[1][1:])).all():
-            return np.stack([below[0][0], below[1][0]], axis=-1), True
-        if not intervals.is_empty((every[0][2], every[1][2])).all():
-            column = tuple(int(i) for i in np.argwhere(~intervals.is_empty((every[0][2], every[1][2])))[0])
-            raise ValueError(
-                f"ColumnMask.to_bounds: column (b, h_mask, k) = {column} hides three separate intervals "
-                f"{interval_text(every, column)}, causal rule included; an input format carries at most two "
-                "(or the causal rule and one)"
-            )
-        return np.stack([every[0][0], every[1][0], every[0][1], every[1][1]], axis=-1), False
-
-    def _outer_bounds(self, every: intervals.Family) -> Int32Array | None:
-        """[LTS, UTE] if each column hides nothing but a head from row 0 and a tail to row s_q, else None."""
-        begin, end = every
-        is_used = begin < end
-        is_head = is_used & (begin == 0)
-        is_tail = is_used & (end == self.s_q) & ~is_head
-        if not (is_head | is_tail | ~is_used).all():
-            return None
-        lt_begin = np.where(is_tail, begin, np.int32(self.s_q)).min(axis=0)
-        ut_end = np.where(is_head, end, np.int32(0)).max(axis=0)
-        return np.stack([lt_begin, ut_end], axis=-1)
+        return encode_hidden(
+            self.hidden_intervals(), self.s_q, prefers_causal=self.is_causal, who="ColumnMask.to_bounds"
+        )
 
     def to_noncausal(self) -> ColumnMask:
         """The same mask with the causal rule written into the intervals (``is_causal`` False).
@@ -324,15 +291,3 @@ class ColumnMask:
         block = "" if self.block_mask is None else ", block_mask"
         rule = ", causal" if self.is_causal else ""
         return f"ColumnMask(b={self.b}, h_mask={self.h_mask}, s_q={self.s_q}, s_k={self.s_k}{rule}{block})"
-
-
-def causal_ends(s_q: int, s_k: int) -> Int32Array:
-    """First row that the causal rule lets see each key, ``[s_k]`` in ``[0, s_q]``: rows before it are hidden."""
-    return np.clip(np.arange(s_k, dtype=np.int64) - (s_k - s_q), 0, s_q).astype(np.int32)
-
-
-def interval_text(family: intervals.Family, column: tuple[int, ...]) -> str:
-    """``[3, 7), [9, 12)`` of one column of a family, for messages."""
-    begin, end = (x[(slice(None), *column)] for x in family)
-    shown = [f"[{low}, {high})" for low, high in zip(begin.tolist(), end.tolist(), strict=True) if low < high]
-    return ", ".join(shown) or "nothing"
