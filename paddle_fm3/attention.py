@@ -105,8 +105,12 @@ def flashmask_attention(
         bool(causal),
         _is_deterministic(deterministic),
     )
-    if out.is_dist() and paddle.in_dynamic_mode() and not out.stop_gradient:
-        out, lse = _BothGradients.apply(out, lse)
+    if paddle.in_dynamic_mode():
+        if not paddle.is_grad_enabled() or all(x.stop_gradient for x in (query, key, value)):
+            # NOTE: Paddle leaves the outputs of a custom op differentiable here.
+            out.stop_gradient = lse.stop_gradient = True
+        elif out.is_dist():
+            out, lse = _BothGradients.apply(out, lse)
     return [out, lse] if return_softmax_lse else out
 
 

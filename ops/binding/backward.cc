@@ -18,6 +18,10 @@ std::vector<paddle::Tensor> attention_backward(
     const paddle::Tensor& maybe_dout,  // [b, s_q, h_q, d_v]
     const paddle::Tensor& maybe_dlse,  // [b, h_q, s_q]
     float softmax_scale, bool is_causal, bool is_deterministic) {
+  if (!q.defined() || !out.defined()) {
+    PD_THROW("fm3_attention: a second backward() through one graph, whose saved tensors are gone; "
+             "pass retain_graph=True to the first");
+  }
   const paddle::Tensor dense_bounds = contiguous(bounds), dense_block_mask = contiguous(block_mask);
   const CheckedInputs checked =
       check_inputs({q, k, v, dense_bounds, dense_block_mask, softmax_scale, is_causal});
