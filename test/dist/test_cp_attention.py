@@ -44,8 +44,10 @@ def test_matches_the_oracle(finished_run: tuple[int, Path], case_idx: int) -> No
             index[axis] = partition.rows_of(rank)
             whole[tuple(index)] = by_rank[rank][name]
         dtype = np.float32 if name == "lse" else DTYPES[case.dtype]
-        # Each rank rounds its dK and dV to the inputs' dtype before they are summed: one rounding a rank.
-        factor = 2.0 if case.dtype == "float32" or name not in ("dk", "dv") else 2.0 + num_ranks
+        # The kernel's precision is the business of its own tests. Here: 4 naive fp32 errors (about 1e-6, while one
+        # wrong mask bit or a missing rank's share costs about 1e-1); in 16 bits, one more rounding a rank for dK, dV,
+        # which every rank rounds before they are summed.
+        factor = 4.0 if case.dtype == "float32" else 2.0 + num_ranks if name in ("dk", "dv") else 2.0
         assert_close_to_oracle(
             whole, getattr(oracle, name), getattr(low_precision, name), name, (num_ranks, case), dtype=dtype, factor=factor
         )
