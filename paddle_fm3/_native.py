@@ -57,8 +57,8 @@ def require_library(name: str) -> Path:
 
 
 def build_info() -> dict[str, Any]:
-    """What the libraries were built with: compiler, Paddle version, CUDA. Empty if nothing is built."""
-    path = env.lib_dir() / "build_info.json"
+    """What the custom op was built with: compiler, Paddle version, CUDA. Empty if it is not built."""
+    path = env.lib_dir() / "fm3_op.json"
     return json.loads(path.read_text()) if path.is_file() else {}
 
 

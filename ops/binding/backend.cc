@@ -71,6 +71,11 @@ void check_status(const Backend& backend, const char* what, int32_t status) {
   PD_THROW("fm3_attention: the ", backend.name, " ", what, " refused: ", backend.last_error());
 }
 
+void check_served(const Backend& backend, const char* what, int64_t workspace_bytes) {
+  if (workspace_bytes >= 0) return;
+  PD_THROW("fm3_attention: the ", backend.name, " ", what, " refused: ", backend.last_error());
+}
+
 paddle::Tensor workspace(int64_t num_bytes, const paddle::Tensor& like) {
   if (num_bytes == 0) return paddle::Tensor();
   return paddle::empty({num_bytes}, paddle::DataType::UINT8, like.place());

@@ -25,6 +25,9 @@ void* stream_of(const paddle::Tensor& tensor);  // cudaStream_t of a GPU tensor,
 // Raises with the backend's message unless `status` is fm3::Status::kOk.
 void check_status(const Backend& backend, const char* what, int32_t status);
 
+// Raises with the backend's message if it answered a workspace query with -1: it does not serve this.
+void check_served(const Backend& backend, const char* what, int64_t workspace_bytes);
+
 // Uninitialised scratch memory beside `like`, or an undefined tensor if num_bytes is 0.
 paddle::Tensor workspace(int64_t num_bytes, const paddle::Tensor& like);
 

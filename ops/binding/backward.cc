@@ -63,6 +63,7 @@ std::vector<paddle::Tensor> attention_backward(
   params.stride_dk = contiguous_strides(shape.s_k, shape.h_kv, shape.d_qk);
   params.stride_dv = contiguous_strides(shape.s_k, shape.h_kv, shape.d_v);
   params.workspace_bytes = backend.bwd_workspace_bytes(&params);
+  check_served(backend, "backward", params.workspace_bytes);
   paddle::Tensor scratch = workspace(params.workspace_bytes, q);
   params.workspace = params.workspace_bytes == 0 ? nullptr : scratch.data();
   check_status(backend, "backward", backend.bwd(&params, stream_of(q)));

@@ -40,6 +40,7 @@ std::vector<paddle::Tensor> attention_forward(
   params.stride_v = v_view.strides();
   params.stride_out = contiguous_strides(shape.s_q, shape.h_q, shape.d_v);
   params.workspace_bytes = backend.fwd_workspace_bytes(&params);
+  check_served(backend, "forward", params.workspace_bytes);
   paddle::Tensor scratch = workspace(params.workspace_bytes, q);
   params.workspace = params.workspace_bytes == 0 ? nullptr : scratch.data();
   check_status(backend, "forward", backend.fwd(&params, stream_of(q)));
