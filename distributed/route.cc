@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "route.h"
+
+#include <tuple>
+
+namespace fm3::planner {
+namespace {
+
+// Local row of a global row at its owner: chunks in ascending order, whatever the assignment.
+class OwnRows {
+ public:
+  explicit OwnRows(const RouteProblem& problem) : problem_(problem), count_(problem.num_ranks()) {
+    for (int32_t chunk = 0; chunk < problem.grid->num_chunks(); ++chunk) {
+      int32_t& count = count_[problem.chunk_ranks[chunk]];
+      first_.push_back(count);
+      count += problem.grid->rows(chunk);
+    }
+  }
+  int32_t at(int32_t k_idx, int32_t chunk) const { return first_[chunk] + k_idx - problem_.grid->begin(chunk); }
+  int32_t count(int32_t rank) const { return count_[rank]; }
+
+ private:
+  const RouteProblem& problem_;
+  std::vector<int32_t> first_;  // [num_chunks]
+  std::vector<int32_t> count_;  // [num_ranks]
+};
+
+// One rank's want of rows that another rank owns. Wants of one group are the same rows, wanted by ranks of
+// one node; over the slow link they travel once.
+struct Want {
+  int32_t rank, owner;
+  int32_t k_begin, k_end, chunk;
+  int32_t group;
+  bool is_slow;
+  int32_t stage = 0;
+  int32_t buffer_row = 0;
+};
+
+struct Group {
+  int32_t first, count;  // consecutive wants
+};
+
+class Router {
+ public:
+  Router(const RouteProblem& problem, const RankNeeds& needs)
+      : problem_(problem), needs_(needs), own_rows_(problem) {}
+
+  Route run() {
+    collect_wants();
+    assign_stages();
+    lay_out_buffers();
+    write_transfers();
+    return std::move(route_);
+  }
+
+ private:
+  int32_t node(int32_t rank) const { return problem_.node_of_rank[rank]; }
+
+  // Needed runs cut at chunk boundaries, own chunks left out.
+  struct Piece {
+    int32_t k_begin, k_end, chunk;
+  };
+  std::vector<Piece> foreign_pieces(int32_t rank) const {
+    std::vector<Piece> pieces;
+    const ChunkGrid& grid = *problem_.grid;
+    for (int32_t i = needs_.begins[rank]; i < needs_.begins[rank + 1]; ++i) {
+      const Run run = needs_.runs[i];
+      for (int32_t chunk = grid.chunk_of(run.begin), begin = run.begin; begin < run.end; ++chunk) {
+        const int32_t end = std::min(run.end, grid.end(chunk));
+        if (problem_.chunk_ranks[chunk] != rank) pieces.push_back({begin, end, chunk});
+        begin = end;
+      }
+    }
+    return pieces;
+  }
+
+  void add_want(int32_t rank, const Piece& piece, bool is_slow) {
+    wants_.push_back({rank, problem_.chunk_ranks[piece.chunk], piece.k_begin, piece.k_end, piece.chunk,
+                      int32_t(groups_.size()) - 1, is_slow});
+    ++groups_.back().count;
+  }
+
+  void collect_wants() {
+    int32_t num_nodes = 0;
+    for (int32_t rank = 0; rank < problem_.num_ranks(); ++rank) num_nodes = std::max(num_nodes, node(rank) + 1);
+    std::vector<std::vector<int32_t>> ranks_of_node(num_nodes);
+    for (int32_t rank = 0; rank < problem_.num_ranks(); ++rank) ranks_of_node[node(rank)].push_back(rank);
+    for (const auto& ranks : ranks_of_node) {
+      std::vector<std::vector<Piece>> slow(ranks.size());  // per rank of the node, ascending
+      for (size_t i = 0; i < ranks.size(); ++i) {
+        for (const Piece& piece : foreign_pieces(ranks[i])) {
+          const bool is_slow = node(problem_.chunk_ranks[piece.chunk]) != node(ranks[i]);
+          if (is_slow && problem_.is_hierarchical) {
+            slow[i].push_back(piece);
+          } else {
+            groups_.push_back({int32_t(wants_.size()), 0});
+            add_want(ranks[i], piece, is_slow);
+          }
+        }
+      }
+      if (problem_.is_hierarchical) group_shared_pieces(ranks, slow);
+    }
+  }
+
+  // Cuts the pieces of a node's ranks at each other's ends, chunk by chunk, so that each part is wanted wholly
+  // by some of the ranks.
+  void group_shared_pieces(const std::vector<int32_t>& ranks, const std::vector<std::vector<Piece>>& pieces) {
+    std::vector<size_t> at(ranks.size(), 0);
+    std::vector<int32_t> cuts;
+    while (true) {
+      int32_t chunk = problem_.grid->num_chunks();
+      for (size_t i = 0; i < ranks.size(); ++i) {
+        if (at[i] < pieces[i].size()) chunk = std::min(chunk, pieces[i][at[i]].chunk);
+      }
+      if (chunk == problem_.grid->num_chunks()) return;
+      cuts.clear();
+      for (size_t i = 0; i < ranks.size(); ++i) {
+        for (size_t j = at[i]; j < pieces[i].size() && pieces[i][j].chunk == chunk; ++j) {
+          cuts.push_back(pieces[i][j].k_begin);
+          cuts.push_back(pieces[i][j].k_end);
+        }
+      }
+      std::sort(cuts.begin(), cuts.end());
+      cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
+      for (size_t cut = 0; cut + 1 < cuts.size(); ++cut) {
+        for (int32_t begin = cuts[cut]; begin < cuts[cut + 1];) {
+          // NOTE: a short remainder joins the last piece.
+          const int32_t left = cuts[cut + 1] - begin;
+          const int32_t end = left < 2 * problem_.piece_rows ? cuts[cut + 1] : begin + problem_.piece_rows;
+          groups_.push_back({int32_t(wants_.size()), 0});
+          for (size_t i = 0; i < ranks.size(); ++i) {
+            while (at[i] < pieces[i].size() && pieces[i][at[i]].chunk == chunk && pieces[i][at[i]].k_end <= begin) {
+              ++at[i];
+            }
+            if (at[i] == pieces[i].size() || pieces[i][at[i]].chunk != chunk) continue;
+            if (pieces[i][at[i]].k_begin <= begin) add_want(ranks[i], {begin, end, chunk}, true);
+          }
+          if (groups_.back().count == 0) groups_.pop_back();
+          begin = end;
+        }
+      }
+      for (size_t i = 0; i < ranks.size(); ++i) {
+        while (at[i] < pieces[i].size() && pieces[i][at[i]].chunk == chunk) ++at[i];
+      }
+    }
+  }
+
+  // Near rows first: they come over the fast link and cover the wait for the others. Slow rows of a node are
+  // taken in the same order by all its ranks, so that a relayed row is early for all.
+  void assign_stages() {
+    const int32_t num_ranks = problem_.num_ranks();
+    std::vector<std::vector<int32_t>> by_rank(num_ranks);
+    for (int32_t want = 0; want < int32_t(wants_.size()); ++want) by_rank[wants_[want].rank].push_back(want);
+    for (int32_t rank = 0; rank < num_ranks; ++rank) {
+      const auto key = [&](int32_t id) {
+        const Want& want = wants_[id];
+        const int32_t ahead = want.is_slow ? node(want.owner) - node(rank) : want.owner - rank;
+        return std::make_tuple(want.is_slow, ahead < 0 ? ahead + num_ranks : ahead, want.owner, want.k_begin);
+      };
+      std::sort(by_rank[rank].begin(), by_rank[rank].end(), [&](int32_t x, int32_t y) { return key(x) < key(y); });
+      int64_t total = 0, before = 0;
+      for (int32_t id : by_rank[rank]) total += wants_[id].k_end - wants_[id].k_begin;
+      for (int32_t id : by_rank[rank]) {
+        const int64_t rows = wants_[id].k_end - wants_[id].k_begin;
+        const int64_t cut = (before + rows / 2) * problem_.num_stages / std::max<int64_t>(total, 1);
+        wants_[id].stage = 1 + int32_t(std::min<int64_t>(cut, problem_.num_stages - 1));
+        before += rows;
+      }
+    }
+    by_rank_ = std::move(by_rank);
+  }
+
+  void lay_out_buffers() {
+    route_.range_begins.push_back(0);
+    for (int32_t rank = 0; rank < problem_.num_ranks(); ++rank) {
+      auto& ids = by_rank_[rank];
+      std::sort(ids.begin(), ids.end(), [&](int32_t x, int32_t y) {
+        return std::make_tuple(wants_[x].stage, wants_[x].k_begin) < std::make_tuple(wants_[y].stage, wants_[y].k_begin);
+      });
+      for (int32_t chunk = 0; chunk < problem_.grid->num_chunks(); ++chunk) {
+        if (problem_.chunk_ranks[chunk] == rank) append_range(problem_.grid->begin(chunk), problem_.grid->rows(chunk));
+      }
+      int32_t row = own_rows_.count(rank), stage = 0;
+      route_.stage_rows.push_back(0);
+      for (int32_t id : ids) {
+        while (stage < wants_[id].stage) {
+          route_.stage_rows.push_back(row);
+          ++stage;
+        }
+        wants_[id].buffer_row = row;
+        append_range(wants_[id].k_begin, wants_[id].k_end - wants_[id].k_begin);
+        row += wants_[id].k_end - wants_[id].k_begin;
+      }
+      while (stage++ <= problem_.num_stages) route_.stage_rows.push_back(row);
+      route_.range_begins.push_back(int32_t(route_.ranges.size()));
+    }
+  }
+
+  void append_range(int32_t k_begin, int32_t num_rows) {
+    const bool is_first = int32_t(route_.ranges.size()) == route_.range_begins.back();
+    if (!is_first && route_.ranges.back().k_begin + route_.ranges.back().num_rows == k_begin) {
+      route_.ranges.back().num_rows += num_rows;
+    } else {
+      route_.ranges.push_back({k_begin, num_rows});
+    }
+  }
+
+  // Claim:      along `gather`, every want is delivered once, from a buffer that already holds the rows; along
+  //             `reduce`, every rank's gradient of every row it wanted reaches the owner exactly once.
+  // Because:    a group is a star inside one node around its gateway, which alone talks to the owner; reduce
+  //             uses the same edges backwards and the gateway's edge waits for the latest member's step.
+  // Breaks if:  a gateway's stage is later than a member's (it is the earliest of the group).
+  // Tested by:  test/unit/test_route.py::test_every_row_arrives_once, ::test_reduce_counts_each_rank_once
+  void write_transfers() {
+    std::vector<int64_t> slow_rows(problem_.num_ranks());  // received over the slow link so far
+    for (const Group& group : groups_) {
+      const Want* wants = &wants_[group.first];
+      int32_t gateway = 0, last_stage = 0;
+      for (int32_t i = 0; i < group.count; ++i) {
+        const auto key = [&](int32_t j) { return std::make_tuple(wants[j].stage, slow_rows[wants[j].rank]); };
+        if (key(i) < key(gateway)) gateway = i;
+        last_stage = std::max(last_stage, wants[i].stage);
+      }
+      const Want& first = wants[gateway];
+      const int32_t rows = first.k_end - first.k_begin, owner_row = own_rows_.at(first.k_begin, first.chunk);
+      if (first.is_slow) slow_rows[first.rank] += rows;
+      route_.gather.push_back(
+          {first.stage, 0, first.owner, first.rank, first.k_begin, rows, owner_row, first.buffer_row});
+      route_.reduce.push_back({step(last_stage), group.count > 1 ? 1 : 0, first.rank, first.owner, first.k_begin,
+                               rows, first.buffer_row, owner_row});
+      for (int32_t i = 0; i < group.count; ++i) {
+        if (i == gateway) continue;
+        route_.gather.push_back({wants[i].stage, 1, first.rank, wants[i].rank, first.k_begin, rows, first.buffer_row,
+                                 wants[i].buffer_row});
+        route_.reduce.push_back({step(wants[i].stage), 0, wants[i].rank, first.rank, first.k_begin, rows,
+                                 wants[i].buffer_row, first.buffer_row});
+      }
+    }
+    sort_and_join(route_.gather);
+    sort_and_join(route_.reduce);
+  }
+
+  int32_t step(int32_t stage) const { return problem_.has_single_step ? 0 : stage; }
+
+  static void sort_and_join(std::vector<Transfer>& transfers) {
+    std::sort(transfers.begin(), transfers.end(), [](const Transfer& x, const Transfer& y) {
+      return std::tie(x.stage, x.hop, x.src_rank, x.dst_rank, x.dst_row) <
+             std::tie(y.stage, y.hop, y.src_rank, y.dst_rank, y.dst_row);
+    });
+    size_t kept = 0;
+    for (size_t i = 0; i < transfers.size(); ++i) {
+      const Transfer& next = transfers[i];
+      Transfer* last = kept == 0 ? nullptr : &transfers[kept - 1];
+      if (last != nullptr && last->stage == next.stage && last->hop == next.hop && last->src_rank == next.src_rank &&
+          last->dst_rank == next.dst_rank && last->k_begin + last->num_rows == next.k_begin &&
+          last->src_row + last->num_rows == next.src_row && last->dst_row + last->num_rows == next.dst_row) {
+        last->num_rows += next.num_rows;
+      } else {
+        transfers[kept++] = next;
+      }
+    }
+    transfers.resize(kept);
+  }
+
+  const RouteProblem& problem_;
+  const RankNeeds& needs_;
+  OwnRows own_rows_;
+  std::vector<Want> wants_;
+  std::vector<Group> groups_;
+  std::vector<std::vector<int32_t>> by_rank_;  // [num_ranks] ids of wants
+  Route route_;
+};
+
+}  // namespace
+
+Route route_needs(const RouteProblem& problem, const RankNeeds& needs) { return Router(problem, needs).run(); }
+
+Route route_ring(const RouteProblem& problem) {
+  const OwnRows own_rows(problem);
+  const int32_t num_ranks = problem.num_ranks(), num_stages = num_ranks - 1;
+  std::vector<std::vector<KeyRange>> chunks(num_ranks);
+  for (int32_t chunk = 0; chunk < problem.grid->num_chunks(); ++chunk) {
+    chunks[problem.chunk_ranks[chunk]].push_back({problem.grid->begin(chunk), problem.grid->rows(chunk)});
+  }
+  Route route;
+  route.range_begins.push_back(0);
+  std::vector<int32_t> begins(size_t(num_ranks) * num_ranks);  // [rank][stage] buffer row where its block begins
+  for (int32_t rank = 0; rank < num_ranks; ++rank) {
+    int32_t row = 0;
+    for (int32_t stage = 0; stage < num_ranks; ++stage) {
+      const int32_t owner = (rank - stage + num_ranks) % num_ranks;
+      route.stage_rows.push_back(row);
+      begins[size_t(rank) * num_ranks + stage] = row;
+      row += own_rows.count(owner);
+      route.ranges.insert(route.ranges.end(), chunks[owner].begin(), chunks[owner].end());
+    }
+    if (num_stages == 0) route.stage_rows.push_back(row);
+    route.stage_rows.push_back(row);
+    route.range_begins.push_back(int32_t(route.ranges.size()));
+  }
+  for (int32_t stage = 1; stage <= num_stages; ++stage) {
+    for (int32_t rank = 0; rank < num_ranks; ++rank) {
+      const int32_t owner = (rank - stage + num_ranks) % num_ranks;
+      const int32_t before = (rank - 1 + num_ranks) % num_ranks, after = (rank + 1) % num_ranks;
+      const int32_t row = begins[size_t(rank) * num_ranks + stage];
+      const int32_t row_before = begins[size_t(before) * num_ranks + stage - 1];
+      const int32_t row_after = stage == num_stages ? 0 : begins[size_t(after) * num_ranks + stage + 1];
+      int32_t offset = 0;
+      for (const KeyRange& chunk : chunks[owner]) {
+        route.gather.push_back(
+            {stage, 0, before, rank, chunk.k_begin, chunk.num_rows, row_before + offset, row + offset});
+        route.reduce.push_back(
+            {stage, 0, rank, after, chunk.k_begin, chunk.num_rows, row + offset, row_after + offset});
+        offset += chunk.num_rows;
+      }
+    }
+  }
+  return route;
+}
+
+}  // namespace fm3::planner

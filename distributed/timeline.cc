@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "timeline.h"
+
+#include <algorithm>
+#include <tuple>
+
+namespace fm3::planner {
+namespace {
+
+// One message per (stage, hop, src, dst), in an order in which each rank meets its peers in turn: at any time
+// different ranks talk to different peers.
+std::vector<Message> to_messages(const std::vector<Transfer>& transfers, int32_t num_ranks) {
+  std::vector<Message> messages;
+  for (const Transfer& transfer : transfers) {
+    messages.push_back({transfer.stage, transfer.hop, transfer.src_rank, transfer.dst_rank, transfer.num_rows,
+                        transfer.dst_row, 0, 0});
+  }
+  const auto key = [num_ranks](const Message& message) {
+    return std::make_tuple(message.stage, message.hop,
+                           (message.dst_rank - message.src_rank + num_ranks) % num_ranks, message.src_rank);
+  };
+  std::sort(messages.begin(), messages.end(), [&](const Message& x, const Message& y) { return key(x) < key(y); });
+  size_t kept = 0;
+  for (size_t i = 0; i < messages.size(); ++i) {
+    if (kept > 0 && key(messages[kept - 1]) == key(messages[i])) {
+      messages[kept - 1].num_rows += messages[i].num_rows;
+      messages[kept - 1].last_dst_row = std::max(messages[kept - 1].last_dst_row, messages[i].last_dst_row);
+    } else {
+      messages[kept++] = messages[i];
+    }
+  }
+  messages.resize(kept);
+  return messages;
+}
+
+// Each rank has one sender and one receiver on each of the two links; a message holds one of each.
+class Links {
+ public:
+  explicit Links(const TimelineProblem& problem) : problem_(problem) {
+    for (auto* free_at : {&fast_out_, &fast_in_, &slow_out_, &slow_in_}) free_at->assign(problem.num_ranks(), 0);
+  }
+  void send(Message& message, double ready_us) {
+    const bool is_slow = problem_.node_of_rank[message.src_rank] != problem_.node_of_rank[message.dst_rank];
+    double& out = (is_slow ? slow_out_ : fast_out_)[message.src_rank];
+    double& in = (is_slow ? slow_in_ : fast_in_)[message.dst_rank];
+    const Link& link = is_slow ? problem_.slow : problem_.fast;
+    message.begin_us = std::max({ready_us, out, in});
+    const double busy_until = message.begin_us + double(message.num_rows) * link.us_per_row;
+    message.end_us = busy_until + link.latency_us;
+    out = in = busy_until;
+  }
+
+ private:
+  const TimelineProblem& problem_;
+  std::vector<double> fast_out_, fast_in_, slow_out_, slow_in_;  // [num_ranks] free from then on
+};
+
+}  // namespace
+
+Timeline run_gather(const TimelineProblem& problem) {
+  const int32_t num_ranks = problem.num_ranks(), num_steps = problem.num_steps();
+  const int32_t stride = problem.num_stages + 2;
+  Timeline timeline;
+  timeline.gather = to_messages(*problem.transfers, num_ranks);
+  // Relays: the stage whose arrival at the sender a message needs (0: the sender's own rows).
+  std::vector<std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t>>> relays(num_ranks);  // stage, hop, dst, needs
+  for (const Transfer& transfer : *problem.transfers) {
+    const int32_t* rows = &problem.stage_rows[size_t(transfer.src_rank) * stride];
+    const int32_t needed = int32_t(std::upper_bound(rows + 1, rows + stride - 1, transfer.src_row) - (rows + 1));
+    if (needed > 0) relays[transfer.src_rank].emplace_back(transfer.stage, transfer.hop, transfer.dst_rank, needed);
+  }
+  for (auto& list : relays) std::sort(list.begin(), list.end());
+  std::vector<double> arrived(size_t(num_ranks) * (problem.num_stages + 1));     // hop 0 of the stage
+  std::vector<double> all_arrived(size_t(num_ranks) * (problem.num_stages + 1));  // every hop
+  Links links(problem);
+  for (Message& message : timeline.gather) {
+    double ready_us = 0;
+    const auto& list = relays[message.src_rank];
+    for (auto it = std::lower_bound(list.begin(), list.end(),
+                                    std::make_tuple(message.stage, message.hop, message.dst_rank, 0));
+         it != list.end() && std::get<0>(*it) == message.stage && std::get<1>(*it) == message.hop &&
+         std::get<2>(*it) == message.dst_rank; ++it) {
+      ready_us = std::max(ready_us, arrived[size_t(message.src_rank) * (problem.num_stages + 1) + std::get<3>(*it)]);
+    }
+    links.send(message, ready_us);
+    const size_t at = size_t(message.dst_rank) * (problem.num_stages + 1) + message.stage;
+    all_arrived[at] = std::max(all_arrived[at], message.end_us);
+    if (message.hop == 0) arrived[at] = std::max(arrived[at], message.end_us);
+  }
+  for (int32_t rank = 0; rank < num_ranks; ++rank) {
+    double now = 0, in_by = 0;
+    int32_t stage = 0;
+    for (int32_t step = 0; step < num_steps; ++step) {
+      for (; stage <= problem.step_stages[step]; ++stage) {
+        in_by = std::max(in_by, all_arrived[size_t(rank) * (problem.num_stages + 1) + stage]);
+      }
+      const double busy_us = problem.step_us[size_t(rank) * num_steps + step];
+      const double begin = busy_us > 0 ? std::max(now, in_by) : now;
+      timeline.step_begin_us.push_back(begin);
+      now = begin + busy_us;
+      timeline.step_end_us.push_back(now);
+    }
+    timeline.finish_us.push_back(now);
+  }
+  return timeline;
+}
+
+void run_reduce(const TimelineProblem& problem, const std::vector<Transfer>& reduce, Timeline& timeline) {
+  const int32_t num_steps = problem.num_steps();
+  timeline.reduce = to_messages(reduce, problem.num_ranks());
+  const int32_t stride = problem.num_stages + 2;
+  std::vector<double> received(problem.num_ranks());  // latest arrival of any gradient
+  // Latest arrival of gradients to pass on, up to the last message and up to the (stage, hop) before.
+  std::vector<double> to_relay(problem.num_ranks()), to_relay_before(problem.num_ranks());
+  Links links(problem);
+  int32_t stage = -1, hop = -1;
+  for (Message& message : timeline.reduce) {
+    if (message.stage != stage || message.hop != hop) {
+      stage = message.stage;
+      hop = message.hop;
+      to_relay_before = to_relay;
+    }
+    const double computed = timeline.step_end_us[size_t(message.src_rank) * num_steps + std::min(stage, num_steps - 1)];
+    links.send(message, std::max(computed, to_relay_before[message.src_rank]));
+    received[message.dst_rank] = std::max(received[message.dst_rank], message.end_us);
+    if (message.last_dst_row >= problem.stage_rows[size_t(message.dst_rank) * stride + 1]) {
+      to_relay[message.dst_rank] = std::max(to_relay[message.dst_rank], message.end_us);
+    }
+  }
+  for (int32_t rank = 0; rank < problem.num_ranks(); ++rank) {
+    timeline.finish_us[rank] = std::max(timeline.finish_us[rank], received[rank]);
+  }
+}
+
+}  // namespace fm3::planner

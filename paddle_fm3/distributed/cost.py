@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CostModel: what a tile, a transferred row and a launch cost. The planner weighs with it; timing.py simulates with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TILE = 128  # rows and columns of one tile of work
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of one rank's link."""
+
+    gb_per_s: float
+    latency_us: float
+
+    def __post_init__(self) -> None:
+        if self.gb_per_s <= 0 or self.latency_us < 0:
+            raise ValueError(f"Link: gb_per_s={self.gb_per_s} must be > 0 and latency_us={self.latency_us} >= 0")
+
+    def us_per_row(self, row_bytes: int) -> float:
+        return row_bytes / (self.gb_per_s * 1e3)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Shapes of one attention layer and rates of one device and its links.
+
+    The defaults are stated figures, not measurements of this project: a Hopper GPU at the paper's kernel rates
+    (tables 5-7), 400 Gbit/s a GPU between nodes, NVLink inside. A tile is 128 x 128 of one query head.
+
+    Attributes:
+        h_q, h_kv, d: query heads, key/value heads, head size; bytes_per_element of K and V.
+        fwd_tflops, bwd_tflops: rate on tiles that hide nothing (4 and 10 * 128^2 * d operations a tile).
+        partial_tile_cost: cost of a tile that hides something, relative to one that hides nothing.
+        step_overhead_us: launching one more step and merging its result.
+        fast, slow: links inside a node and between nodes.
+    """
+
+    h_q: int = 64
+    h_kv: int = 8
+    d: int = 128
+    bytes_per_element: int = 2
+    fwd_tflops: float = 550.0
+    bwd_tflops: float = 500.0
+    partial_tile_cost: float = 1.15
+    step_overhead_us: float = 15.0
+    fast: Link = Link(gb_per_s=300.0, latency_us=5.0)
+    slow: Link = Link(gb_per_s=40.0, latency_us=15.0)
+
+    def __post_init__(self) -> None:
+        if self.h_q < 1 or self.h_kv < 1 or self.h_q % self.h_kv:
+            raise ValueError(f"CostModel: h_kv={self.h_kv} must divide h_q={self.h_q}")
+        if min(self.fwd_tflops, self.bwd_tflops, self.partial_tile_cost) <= 0:
+            raise ValueError(f"CostModel: rates and partial_tile_cost must be > 0: {self}")
+
+    @property
+    def row_bytes(self) -> int:
+        """K and V of one row, all heads."""
+        return 2 * self.h_kv * self.d * self.bytes_per_element
+
+    @property
+    def fwd_tile_us(self) -> float:
+        """One tile that hides nothing, all query heads, forward."""
+        return 4 * TILE * TILE * self.d * self.h_q / (self.fwd_tflops * 1e6)
+
+    @property
+    def bwd_tile_us(self) -> float:
+        return 10 * TILE * TILE * self.d * self.h_q / (self.bwd_tflops * 1e6)
+
+    def weights(self, h_mask: int) -> tuple[int, int]:
+        """Integer cost of a partial and of a full tile of one mask head: the same on every machine."""
+        tile_ns = 1e3 * (self.fwd_tile_us + self.bwd_tile_us) / h_mask
+        return max(1, round(tile_ns * self.partial_tile_cost)), max(1, round(tile_ns))
+
+    def tiles_us(self, num_partial: float, num_full: float, h_mask: int, *, is_forward: bool) -> float:
+        """Time of that many tiles, summed over mask heads."""
+        tile_us = self.fwd_tile_us if is_forward else self.bwd_tile_us
+        return (num_partial * self.partial_tile_cost + num_full) * tile_us / h_mask
