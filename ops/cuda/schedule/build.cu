@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0
+// Builds the device schedule in three launches: scan the bounds into hulls (O(s_k)), make each
+// query tile's list of spans, order the tiles by falling cost.
+#include "build.cuh"
+#include "device_schedule.cuh"
+
+namespace fm3::sm90 {
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kWarpsPerCta = 4;
+constexpr uint32_t kAllLanes = 0xFFFFFFFF;
+
+__device__ __forceinline__ const int32_t* bounds_of_list(const MaskView& mask, int64_t list_idx) {
+  return mask.bounds + list_idx * mask.s_k * num_bounds(mask.form);
+}
+
+// --- 1. Hulls: one warp a block of 128 columns ---------------------------------------------------
+__global__ void __launch_bounds__(kWarp* kWarpsPerCta)
+    scan_kernel(MaskView mask, ScheduleView schedule, int64_t num_blocks) {
+  const int64_t block_idx = int64_t{blockIdx.x} * kWarpsPerCta + threadIdx.x / kWarp;
+  if (block_idx >= num_blocks) return;
+  const int lane = threadIdx.x % kWarp;
+  const int64_t list_idx = block_idx / schedule.num_hulls;
+  const int32_t k_begin = static_cast<int32_t>(block_idx % schedule.num_hulls) * kHullCols;
+  const int32_t* bounds = bounds_of_list(mask, list_idx);
+  int32_t low[4] = {kNever, kNever, kNever, kNever}, high[4] = {-1, -1, -1, -1};
+  // low/high of lt_begin, lt_end, ut_begin, ut_end
+#pragma unroll
+  for (int step = 0; step < kHullCols / kWarp; ++step) {
+    const int32_t k_idx = k_begin + step * kWarp + lane;
+    if (k_idx >= mask.s_k) continue;
+    const ColumnBounds column =
+        expand_bounds(bounds + int64_t{k_idx} * num_bounds(mask.form), mask.form, mask.s_q);
+    const bool has_lt = column.lt_begin < column.lt_end, has_ut = column.ut_begin < column.ut_end;
+    const int32_t value[4] = {has_lt ? column.lt_begin : kNever, has_lt ? column.lt_end : -1,
+                              has_ut ? column.ut_begin : kNever, has_ut ? column.ut_end : -1};
+#pragma unroll
+    for (int idx = 0; idx < 4; ++idx) {
+      low[idx] = min(low[idx], value[idx]);
+      high[idx] = max(high[idx], value[idx]);
+    }
+  }
+#pragma unroll
+  for (int idx = 0; idx < 4; ++idx) {
+    low[idx] = __reduce_min_sync(kAllLanes, low[idx]);
+    high[idx] = __reduce_max_sync(kAllLanes, high[idx]);
+  }
+  if (lane == 0) {
+    schedule.hulls[block_idx] = {low[0], high[0], low[1], high[1],
+                                 low[2], high[2], low[3], high[3]};
+  }
+}
+
+// --- 2. Spans: one warp a query tile -------------------------------------------------------------
+// Cuts the ascending sequence of granules into items: a run of FULL granules gives FULL items from
+// its start; what is left of it, and any PARTIAL granule, begins a partial item that swallows the
+// granules after it. The first uncovered visible granule always begins an item, so no cover by
+// items of this length is shorter.
+class SpanWriter {
+ public:
+  __device__ SpanWriter(Span* spans, bool is_writer) : spans_(spans), is_writer_(is_writer) {}
+
+  __device__ bool wants_only_full_end() const { return run_begin_ >= 0; }
+  __device__ bool is_idle_at(int32_t granule) const {
+    return run_begin_ < 0 && granule >= next_free_;
+  }
+
+  __device__ void granule(int32_t idx, bool is_visible, bool is_full) {
+    if (idx < next_free_) return;
+    if (run_begin_ >= 0) {
+      if (is_full) return;
+      close_run(idx);
+      if (idx < next_free_) return;
+    }
+    if (!is_visible) return;
+    if (is_full) {
+      run_begin_ = idx;
+    } else {
+      emit(idx, 1, false);
+    }
+  }
+
+  __device__ void finish(int32_t num_granules) {
+    if (run_begin_ >= 0) close_run(num_granules);
+    if (num_items_ == 0) emit(0, 1, false);
+    flush();
+  }
+  __device__ int32_t num_items() const { return num_items_; }
+  __device__ int32_t num_spans() const { return num_spans_; }
+
+ private:
+  static constexpr int32_t kGranulesPerItem = kItemCols / kGranuleCols;
+
+  __device__ void close_run(int32_t end) {
+    const int32_t num_full = (end - run_begin_) / kGranulesPerItem;
+    if (num_full > 0) emit(run_begin_, num_full, true);
+    const int32_t rest = run_begin_ + num_full * kGranulesPerItem;
+    run_begin_ = -1;
+    if (rest < end) emit(rest, 1, false);
+  }
+  __device__ void emit(int32_t granule, int32_t count, bool is_full) {
+    num_items_ += count;
+    next_free_ = granule + count * kGranulesPerItem;
+    if (open_count_ > 0 && open_is_full_ == is_full &&
+        open_granule_ + open_count_ * kGranulesPerItem == granule &&
+        open_count_ + count <= kMaxSpanItems) {
+      open_count_ += count;
+      return;
+    }
+    flush();
+    while (count > kMaxSpanItems) {
+      write(granule, kMaxSpanItems, is_full);
+      granule += kMaxSpanItems * kGranulesPerItem;
+      count -= kMaxSpanItems;
+    }
+    open_granule_ = granule, open_count_ = count, open_is_full_ = is_full;
+  }
+  __device__ void flush() {
+    if (open_count_ > 0) write(open_granule_, open_count_, open_is_full_);
+    open_count_ = 0;
+  }
+  __device__ void write(int32_t granule, int32_t count, bool is_full) {
+    if (is_writer_) spans_[num_spans_] = Span::make(granule, count, is_full);
+    ++num_spans_;
+  }
+
+  Span* spans_;
+  bool is_writer_;
+  int32_t run_begin_ = -1, next_free_ = 0;
+  int32_t open_granule_ = 0, open_count_ = 0;
+  bool open_is_full_ = false;
+  int32_t num_items_ = 0, num_spans_ = 0;
+};
+
+__global__ void __launch_bounds__(kWarp* kWarpsPerCta)
+    list_kernel(MaskView mask, ScheduleView schedule, int64_t num_tiles) {
+  const int64_t tile_idx = int64_t{blockIdx.x} * kWarpsPerCta + threadIdx.x / kWarp;
+  if (tile_idx >= num_tiles) return;
+  const int lane = threadIdx.x % kWarp;
+  const int64_t list_idx = tile_idx / schedule.num_q_tiles;
+  const int32_t q_tile_idx = static_cast<int32_t>(tile_idx % schedule.num_q_tiles);
+  const int32_t q_begin = q_tile_idx * kTileQ, q_end = min(q_begin + kTileQ, mask.s_q);
+  const int32_t* bounds = bounds_of_list(mask, list_idx);
+  const ColumnHull* hulls = schedule.hulls + list_idx * schedule.num_hulls;
+  const int32_t* block_row =  // one block_mask row: kTileQ == kBlockMaskTile
+      mask.block_mask == nullptr
+          ? nullptr
+          : mask.block_mask + (list_idx * schedule.num_q_tiles + q_tile_idx) * schedule.num_hulls;
+  static_assert(kTileQ == kBlockMaskTile && kHullCols == kBlockMaskTile);
+
+  constexpr int32_t kGranulesPerHull = kHullCols / kGranuleCols;
+  SpanWriter writer(schedule.spans + tile_idx * schedule.max_spans, lane == 0);
+
+  for (int32_t chunk = 0; chunk < schedule.num_hulls; chunk += kWarp) {
+    const int32_t hull_idx = chunk + lane;
+    const int32_t k_begin = hull_idx * kHullCols;
+    HullClass hull_class = HullClass::kSkip;
+    if (hull_idx < schedule.num_hulls && !(block_row != nullptr && block_row[hull_idx] == 0)) {
+      const int32_t k_end = min(k_begin + kHullCols, mask.s_k);
+      hull_class = classify(hulls[hull_idx], mask, k_begin, k_end, q_begin, q_end);
+      if (k_end - k_begin < kHullCols && hull_class == HullClass::kFull) {
+        hull_class = HullClass::kPartial;  // columns past s_k are never visible
+      }
+    }
+    uint32_t visible = hull_class == HullClass::kSkip ? 0 : (1u << kGranulesPerHull) - 1;
+    uint32_t full = hull_class == HullClass::kFull ? (1u << kGranulesPerHull) - 1 : 0;
+
+    for (uint32_t todo = __ballot_sync(kAllLanes, hull_class == HullClass::kPartial); todo != 0;
+         todo &= todo - 1) {
+      const int source = __ffs(todo) - 1;
+      uint32_t visible_bits = 0, full_bits = 0;
+#pragma unroll
+      for (int step = 0; step < kHullCols / kWarp; ++step) {
+        const int32_t k_idx = (chunk + source) * kHullCols + step * kWarp + lane;
+        bool is_hidden = true, is_clear = false;
+        if (k_idx < mask.s_k) {
+          const HiddenRows rows = hidden_rows(mask, bounds, k_idx);
+          is_hidden = covers(rows, q_begin, q_end);
+          is_clear = !touches(rows, q_begin, q_end);
+        }
+        const uint32_t shown = __ballot_sync(kAllLanes, !is_hidden);
+        const uint32_t clear = __ballot_sync(kAllLanes, is_clear);
+#pragma unroll
+        for (int part = 0; part < kWarp / kGranuleCols; ++part) {
+          constexpr uint32_t kOnes = (1u << kGranuleCols) - 1;
+          const int granule = step * (kWarp / kGranuleCols) + part;
+          if ((shown >> (part * kGranuleCols) & kOnes) != 0) visible_bits |= 1u << granule;
+          if ((clear >> (part * kGranuleCols) & kOnes) == kOnes) full_bits |= 1u << granule;
+        }
+      }
+      if (lane == source) visible = visible_bits, full = full_bits;
+    }
+
+    // All lanes walk the chunk together; runs of hulls that cannot change the state are jumped.
+    const uint32_t all_full =
+        __ballot_sync(kAllLanes, full == (1u << kGranulesPerHull) - 1);
+    const uint32_t all_hidden = __ballot_sync(kAllLanes, visible == 0);
+    for (int step = 0; step < kWarp;) {
+      const int32_t granule_begin = (chunk + step) * kGranulesPerHull;
+      const uint32_t jump = writer.wants_only_full_end()            ? all_full >> step
+                            : writer.is_idle_at(granule_begin) ? all_hidden >> step
+                                                                    : 0;
+      if (jump & 1) {
+        step += ~jump == 0 ? kWarp : __ffs(~jump) - 1;
+        continue;
+      }
+      const uint32_t visible_bits = __shfl_sync(kAllLanes, visible, step);
+      const uint32_t full_bits = __shfl_sync(kAllLanes, full, step);
+      for (int granule = 0; granule < kGranulesPerHull; ++granule) {
+        writer.granule(granule_begin + granule, visible_bits >> granule & 1,
+                       full_bits >> granule & 1);
+      }
+      ++step;
+    }
+  }
+  writer.finish(schedule.num_hulls * kGranulesPerHull);
+  if (lane == 0) schedule.tile_costs[tile_idx] = {writer.num_items(), writer.num_spans()};
+}
+
+// --- 3. Order: rank of each tile among those of its list -----------------------------------------
+constexpr int kOrderThreads = 256;
+
+__global__ void __launch_bounds__(kOrderThreads) order_kernel(ScheduleView schedule) {
+  __shared__ int32_t smem_cost[kOrderThreads];
+  const int64_t list_begin = int64_t{blockIdx.y} * schedule.num_q_tiles;
+  const int32_t tile_idx = blockIdx.x * kOrderThreads + threadIdx.x;
+  const bool is_tile = tile_idx < schedule.num_q_tiles;
+  const int2 own = is_tile ? schedule.tile_costs[list_begin + tile_idx] : int2{0, 0};
+  int32_t rank = 0;
+  for (int32_t base = 0; base < schedule.num_q_tiles; base += kOrderThreads) {
+    const int32_t other_idx = base + threadIdx.x;
+    smem_cost[threadIdx.x] =
+        other_idx < schedule.num_q_tiles ? schedule.tile_costs[list_begin + other_idx].x : -1;
+    __syncthreads();
+    const int32_t others = min(kOrderThreads, schedule.num_q_tiles - base);
+    for (int idx = 0; idx < others; ++idx) {
+      const int32_t cost = smem_cost[idx];
+      rank += cost > own.x || (cost == own.x && base + idx < tile_idx);
+    }
+    __syncthreads();
+  }
+  if (is_tile) schedule.order[list_begin + rank] = {tile_idx, own.y};
+}
+
+int32_t div_up(int64_t value, int64_t divisor) {
+  return static_cast<int32_t>((value + divisor - 1) / divisor);
+}
+
+}  // namespace
+
+int64_t schedule_bytes(const MaskView& mask) { return schedule_layout(mask, nullptr, nullptr); }
+
+cudaError_t build_schedule(const MaskView& mask, void* blob, cudaStream_t stream) {
+  ScheduleView schedule;
+  schedule_layout(mask, blob, &schedule);
+  const int64_t num_lists = int64_t{mask.b} * mask.h_mask;
+  const int64_t num_blocks = num_lists * schedule.num_hulls;
+  const int64_t num_tiles = num_lists * schedule.num_q_tiles;
+  if (num_blocks == 0 || num_tiles == 0) return cudaSuccess;
+  constexpr int kThreads = kWarp * kWarpsPerCta;
+  scan_kernel<<<div_up(num_blocks, kWarpsPerCta), kThreads, 0, stream>>>(mask, schedule,
+                                                                         num_blocks);
+  list_kernel<<<div_up(num_tiles, kWarpsPerCta), kThreads, 0, stream>>>(mask, schedule, num_tiles);
+  order_kernel<<<dim3(div_up(schedule.num_q_tiles, kOrderThreads),
+                      static_cast<uint32_t>(num_lists)),
+                 kOrderThreads, 0, stream>>>(schedule);
+  return cudaGetLastError();
+}
+
+}  // namespace fm3::sm90

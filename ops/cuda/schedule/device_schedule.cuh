@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// The prepared schedule of one mask on the device: what the forward and backward kernels read
+// instead of the mask's O(s_k) bounds. Built once a mask (build.cu), read by every layer.
+//
+// One blob of bytes, addressed through `ScheduleView`:
+//   hulls   what each block of 128 key columns says about rows (min and max of its bounds)
+//   order   per (b, h_mask): the query tiles, dearest first, each with its number of spans
+//   spans   per (b, h_mask, query tile): the key columns the forward visits, ascending
+#pragma once
+
+#include <vector_types.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "fm3/mask.h"
+
+namespace fm3::sm90 {
+
+constexpr int32_t kTileQ = 128;        // query rows of one forward work tile
+constexpr int32_t kHullCols = 128;     // key columns of one hull; = kBlockMaskTile
+constexpr int32_t kGranuleCols = 16;   // an item may begin at any multiple of this
+#ifndef FM3_ITEM_COLS
+#define FM3_ITEM_COLS 160
+#endif
+constexpr int32_t kItemCols = FM3_ITEM_COLS;  // key columns of one item
+
+// Rows hidden by a block of columns, per interval: every column hides [*_begin_max, *_end_min), no
+// column hides anything outside [*_begin_min, *_end_max). Empty intervals were entered as
+// [kNever, -1), which is neutral for the hull and makes the common part empty. The causal rule is
+// not in here: it is a formula of the column.
+constexpr int32_t kNever = 0x7FFFFFFF;
+struct ColumnHull {
+  int32_t lt_begin_min, lt_begin_max, lt_end_min, lt_end_max;
+  int32_t ut_begin_min, ut_begin_max, ut_end_min, ut_end_max;
+};
+
+// `count` items of kItemCols columns each, the first at column granule * kGranuleCols. A FULL item
+// shows all its columns to all rows of the query tile; others are computed with mask bits.
+// Items of one list are disjoint, ascending and cover every column that is not SKIP.
+constexpr int32_t kSpanCountBits = 11, kSpanGranuleBits = 20;
+constexpr int32_t kMaxSpanItems = (1 << kSpanCountBits) - 1;
+constexpr int64_t kMaxKeyCols = (int64_t{1} << kSpanGranuleBits) * kGranuleCols;  // 16M
+struct Span {
+  uint32_t packed;
+  FM3_HOST_DEVICE static Span make(int32_t granule, int32_t count, bool is_full) {
+    return {static_cast<uint32_t>(granule) << (kSpanCountBits + 1) |
+            static_cast<uint32_t>(count) << 1 | (is_full ? 1u : 0u)};
+  }
+  FM3_HOST_DEVICE int32_t k_begin() const {
+    return static_cast<int32_t>(packed >> (kSpanCountBits + 1)) * kGranuleCols;
+  }
+  FM3_HOST_DEVICE int32_t count() const { return (packed >> 1) & kMaxSpanItems; }
+  FM3_HOST_DEVICE bool is_full() const { return packed & 1; }
+};
+
+struct QueryTileEntry {
+  int32_t q_tile_idx;
+  int32_t num_spans;  // >= 1: a tile that sees nothing visits one item whose bits are all hidden
+};
+
+struct ScheduleView {
+  ColumnHull* hulls;      // [b, h_mask, num_hulls]
+  QueryTileEntry* order;  // [b, h_mask, num_q_tiles], by falling cost
+  int2* tile_costs;       // [b, h_mask, num_q_tiles] {items, spans}, by tile; scratch of the build
+  Span* spans;            // [b, h_mask, num_q_tiles, max_spans]
+  int32_t num_hulls, num_q_tiles, max_spans;
+};
+
+FM3_HOST_DEVICE int64_t align_up(int64_t bytes, int64_t alignment) {
+  return (bytes + alignment - 1) / alignment * alignment;
+}
+
+// Lays the parts out from `base`; returns the bytes. `view` may be nullptr.
+FM3_HOST_DEVICE int64_t schedule_layout(const MaskView& mask, void* base, ScheduleView* view) {
+  const int64_t lists = int64_t{mask.b} * mask.h_mask;
+  const int32_t num_hulls = (mask.s_k + kHullCols - 1) / kHullCols;
+  const int32_t num_q_tiles = (mask.s_q + kTileQ - 1) / kTileQ;
+  const int32_t max_spans = (mask.s_k + kItemCols - 1) / kItemCols + 1;
+  const int64_t hull_bytes = align_up(lists * num_hulls * int64_t{sizeof(ColumnHull)}, 256);
+  const int64_t order_bytes = align_up(lists * num_q_tiles * int64_t{sizeof(QueryTileEntry)}, 256);
+  const int64_t cost_bytes = align_up(lists * num_q_tiles * int64_t{sizeof(int2)}, 256);
+  const int64_t span_bytes = align_up(lists * num_q_tiles * max_spans * int64_t{sizeof(Span)}, 256);
+  if (view != nullptr) {
+    char* at = static_cast<char*>(base);
+    view->hulls = reinterpret_cast<ColumnHull*>(at);
+    view->order = reinterpret_cast<QueryTileEntry*>(at += hull_bytes);
+    view->tile_costs = reinterpret_cast<int2*>(at += order_bytes);
+    view->spans = reinterpret_cast<Span*>(at += cost_bytes);
+    view->num_hulls = num_hulls;
+    view->num_q_tiles = num_q_tiles;
+    view->max_spans = max_spans;
+  }
+  return hull_bytes + order_bytes + cost_bytes + span_bytes;
+}
+
+// --- Rows a column hides -------------------------------------------------------------------------
+struct Interval {
+  int32_t begin, end;  // empty iff begin >= end
+};
+
+// The three intervals one key column hides: both bounds and the causal rule's [0, causal_end).
+struct HiddenRows {
+  Interval lt, ut, causal;
+};
+
+FM3_HOST_DEVICE HiddenRows hidden_rows(const MaskView& mask, const int32_t* list_bounds,
+                                       int32_t k_idx) {
+  const ColumnBounds column = expand_bounds(
+      list_bounds + int64_t{k_idx} * num_bounds(mask.form), mask.form, mask.s_q);
+  return {{column.lt_begin, column.lt_end},
+          {column.ut_begin, column.ut_end},
+          {0, mask.is_causal ? causal_end(k_idx, mask.s_q, mask.s_k) : 0}};
+}
+
+// True iff the union of the three covers every row of [q_begin, q_end).
+FM3_HOST_DEVICE bool covers(const HiddenRows& rows, int32_t q_begin, int32_t q_end) {
+  int32_t reached = q_begin;  // everything in [q_begin, reached) is covered
+#pragma unroll
+  for (int round = 0; round < 3; ++round) {
+    if (rows.causal.begin <= reached && reached < rows.causal.end) reached = rows.causal.end;
+    if (rows.lt.begin <= reached && reached < rows.lt.end) reached = rows.lt.end;
+    if (rows.ut.begin <= reached && reached < rows.ut.end) reached = rows.ut.end;
+  }
+  return reached >= q_end;
+}
+
+FM3_HOST_DEVICE bool touches(const Interval& rows, int32_t q_begin, int32_t q_end) {
+  return rows.begin < rows.end && rows.begin < q_end && q_begin < rows.end;
+}
+FM3_HOST_DEVICE bool touches(const HiddenRows& rows, int32_t q_begin, int32_t q_end) {
+  return touches(rows.lt, q_begin, q_end) || touches(rows.ut, q_begin, q_end) ||
+         touches(rows.causal, q_begin, q_end);
+}
+
+// Class of columns [k_begin, k_end) of one hull for rows [q_begin, q_end): kSkip and kFull are
+// certain, kPartial means "look at the columns".
+// Claim:      a hull's SKIP tile is hidden, its FULL tile is clear.
+// Because:    every column hides the common part, and nothing outside the hull part.
+// Breaks if:  the hull was built from other bounds than the ones the kernel masks with.
+// Tested by:  test/gpu/test_sm90_schedule.py (brute force over random masks)
+enum class HullClass { kSkip, kPartial, kFull };
+FM3_HOST_DEVICE HullClass classify(const ColumnHull& hull, const MaskView& mask, int32_t k_begin,
+                                   int32_t k_end, int32_t q_begin, int32_t q_end) {
+  const HiddenRows common = {
+      {hull.lt_begin_max, hull.lt_end_min},
+      {hull.ut_begin_max, hull.ut_end_min},
+      {0, mask.is_causal ? causal_end(k_begin, mask.s_q, mask.s_k) : 0}};
+  if (covers(common, q_begin, q_end)) return HullClass::kSkip;
+  const HiddenRows reach = {
+      {hull.lt_begin_min, hull.lt_end_max},
+      {hull.ut_begin_min, hull.ut_end_max},
+      {0, mask.is_causal ? causal_end(k_end - 1, mask.s_q, mask.s_k) : 0}};
+  return touches(reach, q_begin, q_end) ? HullClass::kPartial : HullClass::kFull;
+}
+
+}  // namespace fm3::sm90

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// Hopper forward kernel: constants, shared memory, barriers. The schedule of the kernel in words is
+// in kernel.cuh.
+#pragma once
+
+#include "../ptx.cuh"
+#include "../schedule/device_schedule.cuh"
+#include "../wgmma.cuh"
+#include "args.h"
+
+namespace fm3::sm90 {
+
+// kHeadQk, kHeadV: head dims the tiles are padded to (the tensor maps zero-fill past the real ones).
+// kCols: key columns of one step; kItemCols is a multiple, so that wide heads split an item.
+template <int kHeadQk_, int kHeadV_, int kCols_, class T_>
+struct FwdConfig {
+  using T = T_;
+  static constexpr int kHeadQk = kHeadQk_, kHeadV = kHeadV_, kCols = kCols_;
+  static constexpr int kStepsPerItem = kItemCols / kCols;
+  static_assert(kStepsPerItem * kCols == kItemCols && kCols % 16 == 0);
+
+  static constexpr int kRowsPerGroup = 64;  // query rows of one consumer warpgroup
+  static constexpr int kNumConsumers = kTileQ / kRowsPerGroup;
+  static constexpr int kThreads = 128 * (1 + kNumConsumers);
+  static constexpr int kMaskWarps = 3;  // warps 1-3 of warpgroup 0; warp 0 loads
+  static constexpr int kStages = 2;
+  // Four steps of lead cover the latency of reading bounds; d 256 leaves room for one.
+  static constexpr int kMaskSlots = kHeadQk > 192 ? 1 : 4;
+  static constexpr int kTileSlots = 2;
+  static constexpr int kProducerRegs = 40, kConsumerRegs = 232;
+
+  static constexpr int kPanelCols = 64;  // 128 bytes: one swizzle row
+  static constexpr int kPanelsQk = (kHeadQk + kPanelCols - 1) / kPanelCols;
+  static constexpr int kPanelsV = (kHeadV + kPanelCols - 1) / kPanelCols;
+  static constexpr int kBytesQGroup = kPanelsQk * kRowsPerGroup * 128;
+  static constexpr int kBytesK = kPanelsQk * kCols * 128;
+  static constexpr int kBytesV = kPanelsV * kCols * 128;
+
+  static constexpr int kMaskWords = (kCols + 31) / 32;
+  static constexpr int kMaskRowWords = kMaskWords | 1;  // odd: rows fall into different banks
+
+  // What a consumer must know of one step. Written by the loader before it arrives on k_full.
+  enum StepFlags : int32_t { kFirst = 1, kLast = 2, kPartial = 4, kEnd = 8 };
+  struct Step {
+    int32_t flags, q_begin, h_idx, b_idx;
+  };
+
+  // name              arrivals          signalled by        waited by    then it is safe to
+  // q_full[g]         1 + bytes         loader (TMA)        group g      read smem q of group g
+  // q_empty[g]        4 warps           group g             loader       overwrite it
+  // k_full[s]         1 + bytes         loader (TMA)        consumers    read k[s], step[s]
+  // k_empty[s]        8 warps           consumers           loader       overwrite k[s], step[s]
+  // v_full[s]         1 + bytes         loader (TMA)        consumers    read v[s]
+  // v_empty[s]        8 warps           consumers           loader       overwrite v[s]
+  // mask_full[m]      3 warps           mask warps          consumers    read mask_bits[m]
+  // mask_empty[m]     8 warps           consumers           mask warps   overwrite mask_bits[m]
+  // tile_full[t]      1                 loader              mask warps   read tile[t]
+  // tile_empty[t]     3 warps           mask warps          loader       overwrite tile[t]
+  // named 1 + g       256 threads       the other group     group g      issue its wgmmas (ping-pong)
+  struct Tile {
+    int32_t q_tile_idx, h_idx, b_idx, num_spans;  // num_spans 0: no more tiles
+  };
+
+  struct Smem {
+    alignas(1024) uint8_t q[kNumConsumers][kBytesQGroup];
+    alignas(1024) uint8_t k[kStages][kBytesK];
+    alignas(1024) uint8_t v[kStages][kBytesV];
+    // Bit c % 32 of word [row][c / 32]: row of the query tile sees column c of the step.
+    uint32_t mask_bits[kMaskSlots][kTileQ][kMaskRowWords];
+    Step step[kStages];
+    Tile tile[kTileSlots];
+    ptx::Barrier q_full[kNumConsumers], q_empty[kNumConsumers];
+    ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+    ptx::Barrier mask_full[kMaskSlots], mask_empty[kMaskSlots];
+    ptx::Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
+  };
+  static constexpr int kSmemBytes = sizeof(Smem) + 1024;  // the base is aligned by hand
+  static_assert(kSmemBytes <= 232448, "Hopper gives one CTA 227 KiB");
+};
+
+// A slot of a ring and the parity to wait for; `kCount` slots.
+template <int kCount>
+struct RingPos {
+  int32_t slot = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++slot == kCount) slot = 0, parity ^= 1;
+  }
+};
+
+__device__ __forceinline__ int32_t mask_head(const FwdArgs& args, int32_t h_idx) {
+  return h_idx / (args.h_q / args.mask.h_mask);
+}
+
+}  // namespace fm3::sm90

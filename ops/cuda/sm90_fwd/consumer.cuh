@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+// One consumer warpgroup: 64 query rows. It sees one endless stream of steps; query tiles follow
+// each other in it without a gap.
+#pragma once
+
+#include "config.cuh"
+#include "../softmax.cuh"
+
+namespace fm3::sm90 {
+
+template <class Config>
+class Consumer {
+  using T = typename Config::T;
+  using Smem = typename Config::Smem;
+  using Step = typename Config::Step;
+  static constexpr int kCols = Config::kCols;
+  static constexpr int kRegsS = kCols / 2, kRegsO = Config::kHeadV / 2, kRegsP = kCols / 4;
+  using MmaQk = ptx::Wgmma<kCols, T>;
+  using MmaPv = ptx::Wgmma<Config::kHeadV, T, false, true>;
+
+ public:
+  __device__ __forceinline__ Consumer(const FwdArgs& args, Smem& smem, int group)
+      : args_(args), smem_(smem), group_(group), warp_(threadIdx.x / 32 % 4),
+        lane_(threadIdx.x % 32) {}
+
+  // For step j of the stream, with j - 1 possibly the last of another query tile:
+  //   issue S_j = Q K_j^T ; issue O += P_{j-1} V_{j-1} ; let the other group issue its own
+  //   wait S_j ; mask it ; P_j = exp2(S_j - m) while O is still multiplying
+  //   wait O ; if j began a tile: write out the finished one, else rescale O if m grew
+  // so the epilogue of a tile runs while the other group multiplies, and the tensor cores see the
+  // next tile's first product before it.
+  __device__ __forceinline__ void run() {
+    float acc_s[kRegsS];
+    float acc_o[kRegsO];
+    uint32_t reg_p[kRegsP];
+    RowSoftmax softmax(args_.scale_log2);
+
+    // The other group's turn comes first for group 1.
+    if (group_ == 1) ptx::named_barrier_arrive(1, 256);
+    Step step = wait_step();
+    if (step.flags & Config::kEnd) {
+      if (group_ == 0) ptx::named_barrier_sync(1, 256);
+      return;
+    }
+    wait_q();
+    issue_qk(acc_s);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(acc_s);
+    finish_qk(step.flags, acc_s);
+    softmax.start_tile();
+    softmax.template exponentiate<kRegsS>(acc_s);
+    pack(acc_s, reg_p);
+    int32_t scale_o = 0;  // 0: the next P V overwrites O
+    while (true) {
+      const Step next = wait_step();
+      if (next.flags & Config::kEnd) break;
+      if (next.flags & Config::kFirst) wait_q();
+      ptx::named_barrier_sync(1 + group_, 256);
+      issue_qk(acc_s);
+      ptx::mbar_wait(&smem_.v_full[v_pos_.slot], v_pos_.parity);
+      issue_pv(acc_o, reg_p, scale_o);
+      ptx::named_barrier_arrive(2 - group_, 256);
+      ptx::wgmma_wait<1>();
+      ptx::wgmma_pin(acc_s);
+      finish_qk(next.flags, acc_s);
+      const bool is_new_tile = next.flags & Config::kFirst;
+      const RowSoftmax finished = softmax;
+      if (is_new_tile) softmax.start_tile();
+      softmax.template exponentiate<kRegsS>(acc_s);
+      ptx::wgmma_wait<0>();
+      ptx::wgmma_pin(acc_o);
+      release(&smem_.v_empty[v_pos_.slot]);
+      v_pos_.next();
+      scale_o = 1;
+      if (is_new_tile) {
+        write_tile(step, finished, acc_o);
+        scale_o = 0;
+      } else {
+        softmax.template rescale<kRegsO>(acc_o);
+      }
+      pack(acc_s, reg_p);
+      step = next;
+    }
+    ptx::mbar_wait(&smem_.v_full[v_pos_.slot], v_pos_.parity);
+    issue_pv(acc_o, reg_p, scale_o);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(acc_o);
+    write_tile(step, softmax, acc_o);
+    // Both groups took the same number of turns; this takes back group 1's opening arrival.
+    if (group_ == 0) ptx::named_barrier_sync(1, 256);
+  }
+
+ private:
+  __device__ __forceinline__ Step wait_step() {
+    ptx::mbar_wait(&smem_.k_full[k_pos_.slot], k_pos_.parity);
+    return smem_.step[k_pos_.slot];
+  }
+  __device__ __forceinline__ void wait_q() {
+    ptx::mbar_wait(&smem_.q_full[group_], q_parity_);
+    q_parity_ ^= 1;
+  }
+  __device__ __forceinline__ void release(ptx::Barrier* barrier) {
+    __syncwarp();
+    if (lane_ == 0) ptx::mbar_arrive(barrier);
+  }
+
+  __device__ __forceinline__ void issue_qk(float (&acc_s)[kRegsS]) {
+    const uint64_t desc_q = ptx::wgmma_desc(ptx::smem_addr(smem_.q[group_]));
+    const uint64_t desc_k = ptx::wgmma_desc(ptx::smem_addr(smem_.k[k_pos_.slot]));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Config::kHeadQk / 16; ++step) {
+      const int panel = step / 4, bytes = step % 4 * 32;
+      MmaQk::ss(acc_s, ptx::advance(desc_q, panel * Config::kRowsPerGroup * 128 + bytes),
+                ptx::advance(desc_k, panel * kCols * 128 + bytes), step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void issue_pv(float (&acc_o)[kRegsO], uint32_t (&reg_p)[kRegsP],
+                                           int32_t scale_o) {
+    const uint64_t desc_v =
+        ptx::wgmma_desc_mn(ptx::smem_addr(smem_.v[v_pos_.slot]), kCols * 128);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kCols / 16; ++step) {
+      MmaPv::rs(acc_o, reg_p[4 * step], reg_p[4 * step + 1], reg_p[4 * step + 2],
+                reg_p[4 * step + 3], ptx::advance(desc_v, step * 2048), step > 0 ? 1 : scale_o);
+    }
+    ptx::wgmma_commit();
+  }
+
+  // S is in registers: mask it, then let the loader have K (and Q after the tile's last step).
+  __device__ __forceinline__ void finish_qk(int32_t flags, float (&acc_s)[kRegsS]) {
+    release(&smem_.k_empty[k_pos_.slot]);
+    k_pos_.next();
+    if (flags & Config::kLast) release(&smem_.q_empty[group_]);
+    if (args_.needs_prescale) {
+#pragma unroll
+      for (int reg = 0; reg < kRegsS; ++reg) acc_s[reg] *= args_.prescale;
+    }
+    if (flags & Config::kPartial) {
+      ptx::mbar_wait(&smem_.mask_full[mask_pos_.slot], mask_pos_.parity);
+      const int row = group_ * Config::kRowsPerGroup + warp_ * 16 + lane_ / 4;
+      const auto& bits = smem_.mask_bits[mask_pos_.slot];
+#pragma unroll
+      for (int word = 0; word < Config::kMaskWords; ++word) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          // Bits 8 j + e of this are columns 32 word + 8 j + 2 (lane % 4) + e: the thread's own.
+          const uint32_t own = bits[row + 8 * half][word] >> (2 * (lane_ % 4));
+#pragma unroll
+          for (int block = 0; block < 4; ++block) {
+            const int reg = 4 * (4 * word + block) + 2 * half;
+            if (reg < kRegsS) {
+              if (!(own & (1u << (8 * block)))) acc_s[reg] = -INFINITY;
+              if (!(own & (2u << (8 * block)))) acc_s[reg + 1] = -INFINITY;
+            }
+          }
+        }
+      }
+      release(&smem_.mask_empty[mask_pos_.slot]);
+      mask_pos_.next();
+    }
+  }
+
+  __device__ __forceinline__ void pack(const float (&acc_s)[kRegsS], uint32_t (&reg_p)[kRegsP]) {
+#pragma unroll
+    for (int idx = 0; idx < kRegsP; ++idx) {
+      reg_p[idx] = ptx::pack2<T>(acc_s[2 * idx], acc_s[2 * idx + 1]);
+    }
+  }
+
+  // Straight from registers: neighbouring lanes swap halves so that each stores 8 bytes and four
+  // lanes fill one 32-byte sector. No shared memory, so nothing of the next tile waits for it.
+  __device__ __forceinline__ void write_tile(const Step& step, const RowSoftmax& softmax,
+                                             const float (&acc_o)[kRegsO]) {
+    const int32_t row = step.q_begin + group_ * Config::kRowsPerGroup + warp_ * 16 + lane_ / 4;
+    const bool is_odd = lane_ & 1;
+    const int32_t col = (is_odd ? 8 : 0) + (lane_ & 2) * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = softmax.row_sum(half);
+      const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+      const int32_t q_idx = row + 8 * half;
+      const bool is_row = q_idx < args_.s_q;
+      T* out = static_cast<T*>(args_.out) + step.b_idx * args_.stride_out.b +
+               q_idx * args_.stride_out.s + step.h_idx * args_.stride_out.h;  // [d_v]
+#pragma unroll
+      for (int block = 0; block < Config::kHeadV / 8; block += 2) {
+        // A row without a visible key is 0 even if O holds 0 * NaN.
+        auto packed = [&](int at) {
+          const int reg = 4 * at + 2 * half;
+          return sum == 0.0f ? 0u : ptx::pack2<T>(acc_o[reg] * inverse, acc_o[reg + 1] * inverse);
+        };
+        const uint32_t first = packed(block), second = packed(block + 1);
+        const uint32_t other = __shfl_xor_sync(0xFFFFFFFF, is_odd ? first : second, 1);
+        const uint2 value = is_odd ? make_uint2(other, second) : make_uint2(first, other);
+        if (is_row && 8 * block + col < args_.d_v) {
+          *reinterpret_cast<uint2*>(out + 8 * block + col) = value;
+        }
+      }
+      if (is_row && lane_ % 4 == 0) {
+        args_.lse[(int64_t{step.b_idx} * args_.h_q + step.h_idx) * args_.s_q + q_idx] =
+            softmax.lse(half, sum, args_.scale);
+      }
+    }
+  }
+
+  const FwdArgs& args_;
+  Smem& smem_;
+  int group_, warp_, lane_;
+  RingPos<Config::kStages> k_pos_, v_pos_;
+  RingPos<Config::kMaskSlots> mask_pos_;
+  uint32_t q_parity_ = 0;
+};
+
+}  // namespace fm3::sm90

@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "../launch.cuh"
+
+namespace fm3::sm90 {
+extern const FwdKernel kFwdD64Fp16 =
+    make_kernel<FwdConfig<64, 64, kItemCols, __half>>(DType::kFloat16);
+}

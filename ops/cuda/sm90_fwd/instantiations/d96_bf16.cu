@@ -1,0 +1,7 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "../launch.cuh"
+
+namespace fm3::sm90 {
+extern const FwdKernel kFwdD96Bf16 =
+    make_kernel<FwdConfig<96, 96, kItemCols, __nv_bfloat16>>(DType::kBFloat16);
+}

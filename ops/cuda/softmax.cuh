@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+// Online softmax of the two score rows a thread holds of a wgmma accumulator (wgmma.cuh).
+#pragma once
+
+#include "ptx.cuh"
+
+namespace fm3::sm90 {
+
+// The reference m is allowed to lag behind the true row maximum by up to 2^kSlackLog2: results are
+// the same (m cancels), P stays below 256 in fp32, bf16 and fp16, and O is rescaled only in the
+// few steps where the maximum really grows.
+constexpr float kSlackLog2 = 8.0f;
+
+class RowSoftmax {
+ public:
+  __device__ __forceinline__ explicit RowSoftmax(float scale_log2) : scale_log2_(scale_log2) {
+    start_tile();
+  }
+
+  __device__ __forceinline__ void start_tile() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) max_[half] = -INFINITY, sum_[half] = 0.0f;
+  }
+
+  // scores -> exp2(scale_log2 * (scores - m)), updating m and the thread's part of the row sums.
+  // `rescale` must follow before O is added to again.
+  template <int kCount>
+  __device__ __forceinline__ void exponentiate(float (&scores)[kCount]) {
+    float new_max[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float parts[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+#pragma unroll
+      for (int idx = 2 * half; idx < kCount; idx += 4) {
+        float& part = parts[idx / 4 % 4];
+        part = fmaxf(part, fmaxf(scores[idx], scores[idx + 1]));
+      }
+      new_max[half] = fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3]));
+      new_max[half] = fmaxf(new_max[half], __shfl_xor_sync(0xFFFFFFFF, new_max[half], 1));
+      new_max[half] = fmaxf(new_max[half], __shfl_xor_sync(0xFFFFFFFF, new_max[half], 2));
+    }
+    needs_rescale_ = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // -inf - -inf is NaN: the comparison is false and m stays -inf.
+      const bool grows = (new_max[half] - max_[half]) * scale_log2_ > kSlackLog2;
+      factor_[half] = 1.0f;
+      if (grows) {
+        factor_[half] = ptx::exp2_approx((max_[half] - new_max[half]) * scale_log2_);
+        max_[half] = new_max[half];
+        sum_[half] *= factor_[half];
+      }
+      needs_rescale_ |= grows;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float offset = max_[half] == -INFINITY ? 0.0f : max_[half] * scale_log2_;
+      float parts[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int idx = 2 * half; idx < kCount; idx += 4) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          scores[idx + e] = ptx::exp2_approx(fmaf(scores[idx + e], scale_log2_, -offset));
+          parts[e] += scores[idx + e];
+        }
+      }
+      sum_[half] += parts[0] + parts[1];
+    }
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void rescale(float (&acc)[kCount]) const {
+    if (__any_sync(0xFFFFFFFF, needs_rescale_)) {
+#pragma unroll
+      for (int idx = 0; idx < kCount; ++idx) acc[idx] *= factor_[idx / 2 % 2];
+    }
+  }
+
+  // Row sum over the four lanes of a row. All lanes must call.
+  __device__ __forceinline__ float row_sum(int half) const {
+    float sum = sum_[half];
+    sum += __shfl_xor_sync(0xFFFFFFFF, sum, 1);
+    sum += __shfl_xor_sync(0xFFFFFFFF, sum, 2);
+    return sum;
+  }
+
+  // Natural log of sum(exp(scale * score)); -inf if no key was visible.
+  __device__ __forceinline__ float lse(int half, float row_sum, float softmax_scale) const {
+    return row_sum == 0.0f ? -INFINITY : fmaf(max_[half], softmax_scale, logf(row_sum));
+  }
+
+ private:
+  float scale_log2_;
+  float max_[2], sum_[2], factor_[2];
+  bool needs_rescale_ = false;
+};
+
+}  // namespace fm3::sm90
