@@ -2,7 +2,7 @@
 // Backward: one key tile of one kv head against its query tiles, in one pass.
 //
 //   p  = exp(s - lse)          dv += p^T dout
-//   ds = p * (dout v^T - delta), delta = rowsum(dout * out) - dlse
+//   ds = p * (dout v^T - delta + dlse), delta = rowsum(dout * out)
 //   dk += ds^T q * scale       dq += ds k * scale
 // The key tile stays packed. dk and dv are summed here alone; dq is shared by the key tiles of a
 // head, which add to it one after another in ascending order (add_dq_in_turn).
@@ -56,29 +56,37 @@ int64_t backward_scratch_bytes(const Shape& shape) {
   return reinterpret_cast<intptr_t>(arena.next);
 }
 
+// Claim:      dout v^T - delta is exactly 0 in a row that sees one key: such a row (the first of every
+//             causal document) gets no gradient made of rounding errors.
+// Because:    out is then v itself, and the products are summed here in gemm's order, one by one.
+// Breaks if:  the order here or in micro_kernel changes.
+// Tested by:  test/cpu/test_c_abi_oracle.py::test_rows_with_one_visible_key_have_exact_zero_gradient
 void backward_delta(const BwdParams& params, int32_t b_idx, int32_t h_q_idx, int32_t q_tile_idx,
                     float* delta, void* scratch_block) {
   const Shape& shape = params.shape;
-  const HeadView out = head_view(params.out, params.dtype, params.stride_out, b_idx, h_q_idx, shape.d_v);
-  const HeadView dout =
-      head_view(params.dout, params.dtype, params.stride_dout, b_idx, h_q_idx, shape.d_v);
-  const int d_padded = round_up(shape.d_v, kLanes);
+  const int d_v = shape.d_v;
+  const HeadView out = head_view(params.out, params.dtype, params.stride_out, b_idx, h_q_idx, d_v);
+  const HeadView dout = head_view(params.dout, params.dtype, params.stride_dout, b_idx, h_q_idx, d_v);
   Arena arena{static_cast<char*>(scratch_block)};
-  float* out_row = arena.take<float>(d_padded);
-  float* dout_row = arena.take<float>(d_padded);
-  std::memset(out_row, 0, sizeof(float) * d_padded);
-  std::memset(dout_row, 0, sizeof(float) * d_padded);
+  float* row_values = arena.take<float>(d_v);
+  float* out_columns = arena.take<float>(int64_t{kLanes} * d_v);   // [d_v][kLanes]
+  float* dout_columns = arena.take<float>(int64_t{kLanes} * d_v);  // [d_v][kLanes]
   const int32_t q_begin = q_tile_idx * kBlockQ;
   const int32_t q_end = shape.s_q - q_begin < kBlockQ ? shape.s_q : q_begin + kBlockQ;
   const int64_t head = (int64_t{b_idx} * shape.h_q + h_q_idx) * shape.s_q;
-  for (int32_t q_idx = q_begin; q_idx < q_end; ++q_idx) {
-    load_row(out.dtype, out.row(q_idx), shape.d_v, out_row);
-    load_row(dout.dtype, dout.row(q_idx), shape.d_v, dout_row);
+  for (int32_t q_idx = q_begin; q_idx < q_end; q_idx += kLanes) {
+    const int num_rows = q_end - q_idx < kLanes ? q_end - q_idx : kLanes;
+    for (int row = 0; row < num_rows; ++row) {  // lanes past num_rows hold old numbers, never stored
+      load_row(out.dtype, out.row(q_idx + row), d_v, row_values);
+      for (int c = 0; c < d_v; ++c) out_columns[c * kLanes + row] = row_values[c];
+      load_row(dout.dtype, dout.row(q_idx + row), d_v, row_values);
+      for (int c = 0; c < d_v; ++c) dout_columns[c * kLanes + row] = row_values[c];
+    }
     VecF sums = VecF{};
-    for (int c = 0; c < d_padded; c += kLanes) sums += load(out_row + c) * load(dout_row + c);
-    float sum = 0.0f;
-    for (int lane = 0; lane < kLanes; ++lane) sum += sums[lane];
-    delta[head + q_idx] = sum - (params.dlse == nullptr ? 0.0f : params.dlse[head + q_idx]);
+    for (int c = 0; c < d_v; ++c) {
+      sums += load(dout_columns + c * kLanes) * load(out_columns + c * kLanes);
+    }
+    for (int row = 0; row < num_rows; ++row) delta[head + q_idx + row] = sums[row];
   }
 }
 
@@ -130,20 +138,23 @@ void pack_query_rows(const HeadView& x, float scale, int32_t q_begin, int num_ro
   }
 }
 
-// p := exp2(p - lse), ds := p * (ds - delta); both 0 where hidden.
+// p := exp2(p - lse), ds := p * (ds - delta + dlse); both 0 where hidden. delta and dlse stay apart:
+// their sum would lose the digits of a small dlse.
 template <bool kIsMasked>
 void softmax_gradient(const TileBounds& bounds, int32_t q_begin, int num_rows, int keys_padded,
-                      const float* lse, const float* delta, float* p, float* ds) {
+                      const float* lse, const float* delta, const float* maybe_dlse, float* p,
+                      float* ds) {
   for (int row = 0; row < num_rows; ++row) {
     // A row without visible keys has lse -inf; +inf makes its p zero.
-    const float lse_log2 = lse[row] == -kInfinity ? kInfinity : lse[row] * kLog2e;
-    const VecF shift = splat(lse_log2), row_delta = splat(delta[row]);
+    const VecF row_lse = splat(lse[row] == -kInfinity ? kInfinity : lse[row]);
+    const VecF row_delta = splat(delta[row]);
+    const VecF row_dlse = splat(maybe_dlse == nullptr ? 0.0f : maybe_dlse[row]);
     const VecI q_idx = splat(q_begin + row);
     for (int k = 0; k < keys_padded; k += kLanes) {
       float* p_at = p + row * kBlockK + k;
       float* ds_at = ds + row * kBlockK + k;
-      VecF p_vec = exp2_vec(load(p_at) - shift);
-      VecF ds_vec = p_vec * (load(ds_at) - row_delta);
+      VecF p_vec = exp2_vec(load(p_at) - row_lse * splat(kLog2e));
+      VecF ds_vec = p_vec * (load(ds_at) - row_delta + row_dlse);
       if (kIsMasked) {
         const VecI is_hidden = (q_idx < load(bounds.causal + k)) |
                                ((load(bounds.lt_begin + k) <= q_idx) & (q_idx < load(bounds.lt_end + k))) |
@@ -249,7 +260,7 @@ void backward_key_tile(const BwdParams& params, const BackwardContext& context, 
                                                d_v_padded, scratch.v_transposed, scratch.ds, kBlockK);
       (is_partial ? softmax_gradient<true> : softmax_gradient<false>)(
           *scratch.bounds, q_begin, num_rows, keys_padded, params.lse + stats, context.delta + stats,
-          scratch.p, scratch.ds);
+          params.dlse == nullptr ? nullptr : params.dlse + stats, scratch.p, scratch.ds);
       gemm<Order::kKMajor, Into::kAdd>(keys_padded, d_v_padded, num_rows, scratch.p, kBlockK,
                                        scratch.dout_panels, scratch.dv, d_v_padded);
       gemm<Order::kKMajor, Into::kAdd>(keys_padded, d_qk_padded, num_rows, scratch.ds, kBlockK,

@@ -66,14 +66,14 @@ void online_softmax(int q_padded, int num_keys, float* s, float* row_max, float*
     // A row with nothing visible so far has maximum -inf; 0 keeps -inf - (-inf) out of the exponent.
     const VecF shift = new_max == splat(-kInfinity) ? splat(0.0f) : new_max;
     const VecF scale = exp2_vec(old_max - shift);
-    VecF sum = load(row_sum + q) * scale;
+    VecF sum = VecF{};  // of this tile alone: short sums round less than one long one
     for (int k = 0; k < num_keys; ++k) {
       const VecF p = exp2_vec(load(s + k * kBlockQ + q) - shift);
       sum += p;
       store(s + k * kBlockQ + q, p);
     }
     store(row_max + q, new_max);
-    store(row_sum + q, sum);
+    store(row_sum + q, load(row_sum + q) * scale + sum);
     store(row_scale + q, scale);
   }
 }
