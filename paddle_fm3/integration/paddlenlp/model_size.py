@@ -9,6 +9,7 @@ BYTES_LOW = 2  # bfloat16
 BYTES_F32 = 4
 # AdamW with a float32 master copy: master, first moment, second moment.
 OPTIMIZER_BYTES_PER_PARAMETER = 3 * BYTES_F32
+ROUTER_BYTES_PER_ENTRY = 24
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,9 @@ FORMULAS = {
     "checkpoints_bytes": "2 B x b x s_local x hidden x layers / PP, the input of each recomputed layer",
     "layer_bytes": "what one layer keeps between its recomputed forward and its backward, plus as much again for gradients",
     "gathered_kv_bytes": "K and V of the whole sequence: 2 x b x s x h_kv x d x (2 B values + 4 B float32 gradients) / TP",
-    "router_bytes": "PaddleNLP's dense dispatch: [s_local, experts, capacity] at 11 B (float32 weights and their gradient, "
-    "a bool mask, its bfloat16 copy), capacity = tokens x top_k / experts, i.e. a balanced router",
+    "router_bytes": "PaddleNLP's dense dispatch: tables [tokens, experts, capacity] at 24 B an entry (int32 one-hot, its bool "
+    "and float32 copies, float32 weights, bool mask, two bfloat16 copies, gradients), capacity = tokens x top_k / experts, "
+    "i.e. a balanced router; more with an unbalanced one",
     "logits_bytes": "b x s_local x vocabulary / TP x 8 B (bfloat16, float32 softmax, bfloat16 gradient)",
 }
 
@@ -195,6 +197,6 @@ def estimate_memory(
         checkpoints_bytes=round(tokens * hidden * BYTES_LOW * layers) if is_recomputed else 0,
         layer_bytes=round(layer * (kept_layers + 1)),
         gathered_kv_bytes=round(2 * b * s * model.kv_width / tp * (BYTES_LOW + BYTES_F32)) if cp > 1 else 0,
-        router_bytes=round(tokens * tokens * top_k * 11 * kept_layers),
+        router_bytes=round(tokens * tokens * top_k * ROUTER_BYTES_PER_ENTRY * kept_layers),
         logits_bytes=round(tokens * model.vocab_size / tp * 8),
     )

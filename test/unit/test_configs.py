@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every shipped config: loads, keeps its promises, and refuses what it should."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+
+from paddle_fm3.integration.paddlenlp import config_schema, model_size
+from paddle_fm3.integration.paddlenlp.config_schema import Layout, load_scenario, scenario_from_dict, scenario_names
+
+NAMES = scenario_names()
+
+
+def _content(name: str = "moe_118b_a14b_128k_cp16") -> dict:
+    return json.loads((config_schema.CONFIG_DIR / f"{name}.json").read_text())
+
+
+def test_the_promised_configs_are_there():
+    expected = {f"moe_118b_a14b_128k_cp{cp}" for cp in (8, 16, 32)}
+    expected |= {"moe_14b_a2b7_sft_32k_cp4", "moe_14b_a2b7_dpo_32k_cp4", "moe_tiny_cpu"}
+    assert expected <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_size_is_what_the_name_says(name):
+    scenario = load_scenario(name)
+    count = model_size.count_parameters(scenario.model)
+    if name.startswith("moe_118b_a14b"):
+        assert scenario.claims == {"total_billions": 118, "active_billions": 14}
+        assert abs(count.total / 118e9 - 1) < 0.005
+        assert abs(count.active / 14e9 - 1) < 0.02
+    elif name.startswith("moe_14b_a2b7"):
+        assert abs(count.total / 14.3e9 - 1) < 0.005
+        assert abs(count.active / 2.7e9 - 1) < 0.02
+    else:
+        assert scenario.claims == {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_estimated_memory_fits_the_gpu_it_is_written_for(name):
+    scenario = load_scenario(name)
+    assert scenario.memory().total_bytes < 0.9 * scenario.layout.gpu_memory_gib * 2**30
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parallel_degree_is_explained(name):
+    scenario = load_scenario(name)
+    content = _content(name)
+    for field in ("context_parallel_degree", "expert_parallel_degree", "sharding_parallel_degree"):
+        if getattr(scenario.layout, field) > 1:
+            assert f"layout.{field}" in scenario.why
+    for topic in scenario.why:  # a reason for a key that does not exist is a stale reason
+        section, _, key = topic.partition(".")
+        assert section in content, topic
+        if key:
+            kind = {"model": model_size.ModelShape, "layout": Layout, "data": config_schema.Data}
+            kind |= {"training": config_schema.Training, "attention": config_schema.Attention}
+            assert key in kind[section].__dataclass_fields__, topic
+
+
+def test_the_long_context_config_is_the_published_setting():
+    scenario = load_scenario("moe_118b_a14b_128k_cp16")
+    assert (scenario.layout.num_gpus, scenario.layout.context_parallel_degree) == (128, 16)
+    assert (scenario.data.max_seq_len, scenario.s_local) == (131072, 8192)
+    assert (scenario.model.num_attention_heads, scenario.model.num_key_value_heads) == (64, 8)
+    assert scenario.model.head_dim == 128
+    assert scenario.data.mask == "causal_document"
+    assert scenario.training.recompute
+    assert scenario.layout.nodes_per_context_group == 2
+    assert scenario.tokens_per_step == 128 // 16 * 131072
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "hint"),
+    [
+        (None, "atention", "attention"),
+        ("model", "num_expert", "num_experts"),
+        ("layout", "context_paralel_degree", "context_parallel_degree"),
+        ("data", "max_sequence_len", "max_seq_len"),
+        ("attention", "cp_stratgy", "cp_strategy"),
+        ("training", "learning_rat", "learning_rate"),
+    ],
+)
+def test_an_unknown_key_is_named_with_its_neighbour(section, key, hint):
+    content = _content()
+    (content if section is None else content[section])[key] = 1
+    with pytest.raises(ValueError, match=f"unknown key '{key}'; did you mean '{hint}'"):
+        scenario_from_dict(content)
+
+
+def test_a_missing_key_and_an_unknown_name_are_named(tmp_path):
+    content = _content()
+    del content["model"]["hidden_size"]
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"mine\.json: model lacks hidden_size"):
+        load_scenario(path)
+    with pytest.raises(FileNotFoundError, match="shipped: .*moe_tiny_cpu"):
+        load_scenario("moe_119b")
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "message"),
+    [
+        ("layout", {"num_gpus": 96}, "= num_gpus=96"),
+        ("layout", {"moe_sharding_degree": 4}, "must equal sharding 128"),
+        ("layout", {"context_parallel_degree": 24}, "must divide sharding"),
+        ("layout", {"sharding_stage": 0}, "sharding_stage=0 with sharding_parallel_degree=128"),
+        ("layout", {"topology": "mesh"}, "topology='mesh' is unknown"),
+        ("layout", {"expert_parallel_degree": 1, "moe_sharding_degree": 128}, "needs expert_parallel_degree > 1"),
+        ("data", {"max_seq_len": 131000}, "documents hold 131072 tokens"),
+        ("data", {"mask": "diagonal"}, "mask='diagonal' is unknown"),
+        ("data", {"documents": "paper_9k"}, "expected a list or paper_"),
+        ("attention", {"cp_strategy": "zigzag"}, "cp_strategy='zigzag' is unknown"),
+        ("training", {"recompute_granularity": "some"}, "recompute_granularity='some' is unknown"),
+        ("model", {"num_experts": 100}, "must divide num_experts=100"),
+        ("model", {"num_key_value_heads": 7}, "num_key_value_heads=7 must divide"),
+        ("model", {"max_position_embeddings": 65536}, "max_position_embeddings=65536 < max_seq_len"),
+        ("claims", {"total": 1}, "unknown key 'total'"),
+    ],
+)
+def test_a_layout_that_does_not_divide_is_refused(section, changes, message):
+    content = _content()
+    content[section].update(changes)
+    with pytest.raises(ValueError, match=message):
+        scenario_from_dict(content)
+
+
+@pytest.mark.parametrize(
+    ("s", "cp", "message"),
+    [(131072 + 128, 16, "multiple of 256"), (2048 * 24, 16, "multiple of the planner's 2048-token chunk"), (4097, 16, "multiple of context_parallel")],
+)
+def test_a_sequence_that_does_not_split_into_chunks_is_refused(s, cp, message):
+    content = _content()
+    content["layout"]["context_parallel_degree"] = cp
+    content["data"] = {"max_seq_len": s, "mask": "causal_document", "documents": [s]}
+    content["model"]["max_position_embeddings"] = 2**20
+    with pytest.raises(ValueError, match=message):
+        scenario_from_dict(content)
+
+
+def test_hybrid_degrees_use_every_gpu():
+    layout = Layout("hybrid", 64, 8, 80, context_parallel_degree=4, sharding_parallel_degree=8, sharding_stage=1)
+    assert (layout.data_parallel_degree, layout.num_replicas) == (2, 16)
+    degrees = layout.fleet_hybrid_configs()
+    product = 1
+    for name in degrees["order"]:
+        product *= degrees[f"{name}_degree"]
+    assert product == 64
+    with pytest.raises(ValueError, match="must divide num_gpus=64"):
+        Layout("hybrid", 64, 8, 80, context_parallel_degree=3)
+    with pytest.raises(ValueError, match="has no expert parallelism"):
+        Layout("hybrid", 64, 8, 80, expert_parallel_degree=4)
+
+
+def test_the_expert_topology_is_not_passed_off_as_trainer_flags():
+    with pytest.raises(ValueError, match="topology 'expert' is not one of"):
+        load_scenario("moe_118b_a14b_128k_cp16").trainer_arguments()
+
+
+def test_a_scenario_is_a_value():
+    content = _content()
+    assert scenario_from_dict(content) == scenario_from_dict(copy.deepcopy(content))
