@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import paddle
 from paddle import _C_ops
 from paddle.autograd import PyLayer
-from paddle.jit.marker import unified
+from paddle.jit.marker import force_dynamic, unified
+from paddle.jit.sot import psdb
 
 from paddle_fm3 import _arguments, _native
 from paddle_fm3.mask.column_mask import ColumnMask
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _AMP_NAMES = frozenset(("fm3_attention", "flashmask_attention", "flashmask_attention_v2", "flash_attn"))
 
 
-@unified  # runs as it is in dygraph and in a graph being built; to_static need not rewrite it
+@paddle.jit.not_to_static  # runs as it is while a whole graph is built; nothing here needs rewriting
 def flashmask_attention(
     query: Tensor,
     key: Tensor,
@@ -84,8 +85,10 @@ def flashmask_attention(
     _arguments.check_options(dropout, training, fixed_seed_offset, return_seed_offset)
     _arguments.check_sizes(query, key, value)
     if isinstance(startend_row_indices, ColumnMask):
-        _arguments.check_column_mask(startend_row_indices, query, key, causal, window_size, block_mask)
-        startend_row_indices, causal, block_mask = _mask_tensors(startend_row_indices, query)
+        mask = startend_row_indices
+        startend_row_indices, causal, block_mask = _mask_tensors(
+            mask, query, key, causal, window_size, block_mask
+        )
     if window_size is not None:
         left, right = _arguments.window_sides(window_size, startend_row_indices)
         startend_row_indices = _window_indices(query, key, left, right, causal)
@@ -98,8 +101,8 @@ def flashmask_attention(
     _arguments.check_dtypes(query, key, value)
     indices = _absent() if startend_row_indices is None else startend_row_indices
     block_mask = _absent() if block_mask is None else block_mask
-    out, lse = _C_ops._run_custom_op(
-        _native.load_op(),
+    _native.load_op()
+    out, lse = _run_op(
         *_on_one_mesh(query, key, value, indices, block_mask),
         float(query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale),
         bool(causal),
@@ -112,6 +115,11 @@ def flashmask_attention(
         elif out.is_dist():
             out, lse = _BothGradients.apply(out, lse)
     return [out, lse] if return_softmax_lse else out
+
+
+@unified  # one call for SOT, which otherwise breaks the graph at a function it does not know
+def _run_op(*arguments):
+    return _C_ops._run_custom_op(_native.OP_NAME, *arguments)
 
 
 class _BothGradients(PyLayer):
@@ -199,8 +207,13 @@ def _window_indices(query: Tensor, key: Tensor, left: int, right: int, causal: b
 _tensors_of_mask: weakref.WeakKeyDictionary[ColumnMask, dict] = weakref.WeakKeyDictionary()
 
 
-def _mask_tensors(mask: ColumnMask, query: Tensor) -> tuple[Tensor, bool, Tensor | None]:
+@force_dynamic
+def _mask_tensors(
+    mask: ColumnMask, query: Tensor, key: Tensor, causal: bool, window_size, block_mask
+) -> tuple[Tensor, bool, Tensor | None]:
     """(startend_row_indices, causal, block_mask) of a ColumnMask on query's device."""
+    psdb.fallback(recursive=True)  # NOTE: SOT cannot look into a frozen dataclass of arrays
+    _arguments.check_column_mask(mask, query, key, causal, window_size, block_mask)
     in_graph = not paddle.in_dynamic_mode()
     place = None if in_graph else str(query.place)
     cached = _tensors_of_mask.setdefault(mask, {})
