@@ -153,7 +153,9 @@ void softmax_gradient(const TileBounds& bounds, int32_t q_begin, int num_rows, i
     for (int k = 0; k < keys_padded; k += kLanes) {
       float* p_at = p + row * kBlockK + k;
       float* ds_at = ds + row * kBlockK + k;
-      VecF p_vec = exp2_vec(load(p_at) - row_lse * splat(kLog2e));
+      // p <= 1; without the bound, rounding of a score beyond 1e7 could make it infinite.
+      const VecF exponent = load(p_at) - row_lse * splat(kLog2e);
+      VecF p_vec = exp2_nonpositive(min_keeping_nan(exponent, VecF{}));
       VecF ds_vec = p_vec * (load(ds_at) - row_delta + row_dlse);
       if (kIsMasked) {
         const VecI is_hidden = (q_idx < load(bounds.causal + k)) |

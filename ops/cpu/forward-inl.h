@@ -65,10 +65,10 @@ void online_softmax(int q_padded, int num_keys, float* s, float* row_max, float*
     for (int k = 0; k < num_keys; ++k) new_max = max_ignoring_nan(load(s + k * kBlockQ + q), new_max);
     // A row with nothing visible so far has maximum -inf; 0 keeps -inf - (-inf) out of the exponent.
     const VecF shift = new_max == splat(-kInfinity) ? splat(0.0f) : new_max;
-    const VecF scale = exp2_vec(old_max - shift);
+    const VecF scale = exp2_nonpositive(old_max - shift);
     VecF sum = VecF{};  // of this tile alone: short sums round less than one long one
     for (int k = 0; k < num_keys; ++k) {
-      const VecF p = exp2_vec(load(s + k * kBlockQ + q) - shift);
+      const VecF p = exp2_nonpositive(load(s + k * kBlockQ + q) - shift);
       sum += p;
       store(s + k * kBlockQ + q, p);
     }

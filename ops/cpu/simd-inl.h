@@ -19,18 +19,19 @@ FM3_INLINE VecI as_int(VecF x) { return reinterpret_cast<VecI>(x); }
 
 // The larger of each lane; a NaN in `x` is ignored, so callers keep it elsewhere.
 FM3_INLINE VecF max_ignoring_nan(VecF x, VecF best) { return x > best ? x : best; }
+// The smaller of each lane; a NaN in `x` stays.
+FM3_INLINE VecF min_keeping_nan(VecF x, VecF bound) { return bound < x ? bound : x; }
 
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2e = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
 
-// 2^x within 1.5 units in the last place for x in [-126, 127.5); 0 below -126.5, infinity above; NaN
-// stays NaN. 2^x = 2^n * 2^f with integer n and |f| <= 1/2; 2^f by a minimax polynomial whose
-// relative error is 2e-9, constant term exactly 1 so that 2^0 = 1.
-FM3_INLINE VecF exp2_vec(VecF x) {
-  const VecF kLow = splat(-127.0f), kHigh = splat(128.0f);
+// 2^x for x <= 0, within 1.5 units in the last place down to -126, and 0 below -126.5; NaN stays NaN.
+// 2^x = 2^n * 2^f with integer n and |f| <= 1/2; 2^f by a minimax polynomial whose relative error is
+// 2e-9, constant term exactly 1 so that 2^0 = 1.
+FM3_INLINE VecF exp2_nonpositive(VecF x) {
+  const VecF kLow = splat(-127.0f);
   x = kLow > x ? kLow : x;
-  x = kHigh < x ? kHigh : x;
   const VecF kRound = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const VecF shifted = x + kRound;
   const VecF f = x - (shifted - kRound);

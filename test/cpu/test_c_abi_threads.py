@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results do not depend on the number of threads, bit for bit, whoever calls and however often."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+
+import numpy as np
+import pytest
+from c_abi_support import assert_same_bits, backend, run, simd_targets
+
+from paddle_fm3.testing.cases import AttentionCase, RawMask, make_inputs
+
+THREAD_COUNTS = (1, 2, 3, 5)
+
+
+def _documents(s: int) -> RawMask:
+    """Documents of 300 rows, one interval each side: key tiles share query tiles unevenly."""
+    begin = np.arange(s) // 300 * 300
+    return RawMask(np.stack([begin + 300, begin], axis=-1).astype(np.int32)[None, None], False)
+
+
+CASES = [
+    AttentionCase("threads_causal", 1, 700, 700, 1, 1, 64, 64, build_mask=lambda: RawMask(None, True)),
+    AttentionCase("threads_full_group", 1, 400, 530, 6, 2, 40, 24, build_mask=lambda: RawMask(None, False)),
+    AttentionCase("threads_documents", 1, 1000, 1000, 2, 2, 32, 32, build_mask=lambda: _documents(1000)),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_any_thread_count_gives_the_same_bits(case, dtype):
+    inputs = make_inputs(case, np.dtype(dtype))
+    for target in simd_targets():
+        with backend(target=target, num_threads=1):
+            single = run(case, inputs)
+        for num_threads in THREAD_COUNTS[1:]:
+            for _ in range(3):  # another interleaving each time
+                with backend(target=target, num_threads=num_threads):
+                    assert_same_bits(single, run(case, inputs), (target, num_threads, case))
+
+
+def test_calls_from_several_python_threads_at_once():
+    case = CASES[0]
+    inputs = make_inputs(case)
+    results = {}
+    with backend(num_threads=1):
+        single = run(case, inputs)
+    with backend(num_threads=3):
+        callers = [
+            threading.Thread(target=lambda idx=idx: results.update({idx: [run(case, inputs) for _ in range(3)]}))
+            for idx in range(4)
+        ]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join(timeout=120)
+    assert sorted(results) == [0, 1, 2, 3]
+    for idx, several in results.items():
+        for one in several:
+            assert_same_bits(single, one, f"caller {idx}")
+
+
+def test_a_forked_child_computes_too():
+    """A data loader forks: the child has none of the parent's worker threads and must start its own."""
+    case = CASES[0]
+    inputs = make_inputs(case)
+    with backend(num_threads=2):
+        parent = run(case, inputs)
+        pid = os.fork()
+        if pid == 0:
+            is_same = False
+            try:
+                child = run(case, inputs)
+                is_same = all(np.array_equal(parent[name], child[name]) for name in parent)
+            finally:
+                os._exit(0 if is_same else 1)
+        watchdog = threading.Timer(60, os.kill, (pid, 9))  # a hang is a failure, not a stuck suite
+        watchdog.start()
+        _, status = os.waitpid(pid, 0)
+        watchdog.cancel()
+    assert status == 0
+
+
+def test_workers_share_the_callers_rounding_mode():
+    """Changing the caller's rounding direction changes every row's bits, not only rows the caller computed."""
+    libm = ctypes.CDLL("libm.so.6")
+    to_nearest, upward = libm.fegetround(), 0x800  # FE_UPWARD on x86-64
+    if os.uname().machine != "x86_64":
+        pytest.skip("the value of FE_UPWARD is that of x86-64")
+    case = CASES[1]
+    inputs = make_inputs(case)
+    results = []
+    for num_threads in (1, 4):
+        with backend(num_threads=num_threads):
+            libm.fesetround(upward)
+            try:
+                results.append(run(case, inputs))
+            finally:
+                libm.fesetround(to_nearest)
+    assert_same_bits(*results, "rounding upward")
+    with backend(num_threads=1):
+        assert not np.array_equal(run(case, inputs)["out"], results[0]["out"]), "the rounding mode had no effect"
