@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real documents for the demo: finds text on this machine, tokenises it and packs it. Downloads nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from paddle_fm3.integration.paddlenlp.collator import pack_documents
+
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
+TEXT_FIELDS = ("text", "content", "document")  # of a .jsonl line or a .parquet column, first match
+
+
+class DemoError(Exception):
+    """Something the user can put right; the demo prints it as one line."""
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text -> token ids. `vocab_size` counts the end-of-document token, which is the last id."""
+
+    encode: Callable[[str], list[int]]
+    vocab_size: int
+    name: str
+
+    @property
+    def end_token_id(self) -> int:
+        return self.vocab_size - 1
+
+
+def load_tokenizer(path: str | None) -> Tokenizer:
+    """The tokenizer of a Hugging Face `tokenizer.json`, or bytes (256 tokens) if path is None."""
+    if path is None:
+        return Tokenizer(lambda text: list(text.encode()), 257, "bytes")
+    if not Path(path).is_file():
+        raise DemoError(f"the tokenizer file {path} does not exist")
+    from tokenizers import Tokenizer as FastTokenizer
+
+    try:
+        fast = FastTokenizer.from_file(path)
+    except Exception as error:  # the library raises bare Exception
+        raise DemoError(f"{path} is not a tokenizer.json: {error}") from error
+    return Tokenizer(
+        lambda text: fast.encode(text, add_special_tokens=False).ids, fast.get_vocab_size() + 1, Path(path).name
+    )
+
+
+def find_files(data: str | None) -> list[Path]:
+    """Text files under the folder (or the file itself), sorted; the running Python's own sources if data is None."""
+    if data is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = [path for path in root.rglob("*") if path.suffix in (".py", ".txt", ".md")]
+        return sorted(path for path in files if not {"site-packages", "dist-packages"} & set(path.parts))
+    root = Path(data)
+    if not root.exists():
+        raise DemoError(f"the data folder {data} does not exist")
+    files = [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.is_file())
+    files = [path for path in files if path.suffix in SUFFIXES]
+    if not files:
+        raise DemoError(f"{data} holds no {', '.join(SUFFIXES)} file")
+    return files
+
+
+def read_documents(path: Path) -> Iterator[str]:
+    """The documents of one file: a whole text or source file, one a line of .jsonl, one a row of .parquet."""
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _json_text(path, number, line)
+    elif path.suffix == ".parquet":
+        from pyarrow import parquet
+
+        file = parquet.ParquetFile(path)
+        names = [name for name in TEXT_FIELDS if name in file.schema_arrow.names]
+        if not names:
+            raise DemoError(f"{path} has columns {file.schema_arrow.names}; one of {', '.join(TEXT_FIELDS)} is needed")
+        for batch in file.iter_batches(256, columns=names[:1]):
+            yield from (text for text in batch.column(0).to_pylist() if text)
+    else:
+        yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def _documents_of(text: str, tokenizer: Tokenizer, max_document: int) -> list[list[int]]:
+    """The text as one document of 2 to max_document tokens, or its sections, the longest of them cut."""
+    tokens = tokenizer.encode(text)
+    # A section ends at a blank line that is followed by a line without indentation: a function, a paragraph.
+    sections = [tokens] if len(tokens) < max_document else map(tokenizer.encode, re.split(r"\n\s*\n(?=\S)", text))
+    documents = []
+    for section in sections:
+        if section:
+            section.append(tokenizer.end_token_id)
+            documents.extend(section[begin : begin + max_document] for begin in range(0, len(section), max_document))
+    return documents
+
+
+def _json_text(path: Path, number: int, line: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DemoError(f"{path}, line {number}: not JSON ({error})") from error
+    for name in TEXT_FIELDS:
+        if isinstance(record, dict) and isinstance(record.get(name), str):
+            return record[name]
+    raise DemoError(f"{path}, line {number}: no text in any of the fields {', '.join(TEXT_FIELDS)}")
+
+
+def packed_sequences(
+    files: list[Path], tokenizer: Tokenizer, *, s: int, num_sequences: int, max_document: int, seed: int
+) -> list[list[list[int]]]:
+    """num_sequences packs of whole documents, each at least 90 % full; documents keep their own, uneven lengths.
+
+    Files are read in shuffled order until there is enough; the data starts over if it is too short. A text of more
+    than max_document tokens would leave no room for others: each of its sections becomes a document.
+    """
+    files = list(files)
+    random.Random(seed).shuffle(files)
+    documents: list[list[int]] = []
+    wanted_tokens = int(num_sequences * s * 1.15) + 2 * s
+    num_tokens = 0
+    while num_tokens < wanted_tokens:
+        tokens_before = num_tokens
+        for path in files:
+            for text in read_documents(path):
+                pieces = _documents_of(text, tokenizer, max_document)
+                documents.extend(pieces)
+                num_tokens += sum(map(len, pieces))
+                if num_tokens >= wanted_tokens:
+                    break
+            if num_tokens >= wanted_tokens:
+                break
+        if num_tokens == tokens_before:
+            raise DemoError("the files hold no text")
+    random.Random(seed + 1).shuffle(documents)
+    packs = [pack for pack in pack_documents(documents, s) if sum(map(len, pack)) >= 0.9 * s]
+    if len(packs) < num_sequences:
+        raise DemoError(
+            f"the data gives {len(packs)} sequences of {s} tokens that are 90 % full; {num_sequences} are needed: "
+            "use more data, fewer --steps or a smaller --seq-length"
+        )
+    return packs[:num_sequences]
