@@ -96,7 +96,7 @@ def global_sliding_window(s: int, num_global: int, left: int, right: int, *, b: 
     column = _arange(s)
     is_global = column < num_global
     bounds = [
-        np.where(is_global, s, np.maximum(column + left + 1, num_global)),
+        np.where(is_global, s, column + left + 1),
         np.full(s, s),
         np.full(s, num_global),
         np.where(is_global, 0, column - right),

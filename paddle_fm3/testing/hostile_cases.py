@@ -160,9 +160,11 @@ def _all_cases() -> list[AttentionCase]:
         _case("prefix_lm", _columns("nc2", 200, np.where(ramp < 90, 0, ramp), s_k=200), s_q=200),
         _case("union_covered_tiles", _union_covered(256), s_q=256, d=32),
         _case("zigzag_bounds", _columns("nc2", np.where(ramp % 2, 120, 130), np.where(ramp % 2, 40, 3), s_k=200), s_q=200),
-        _case("five_hidden_runs", _columns("nc4", np.where(ramp % 4 == 0, 20, 60), np.where(ramp % 4 == 0, 260, 110),
-                                           np.where(ramp % 4 == 2, 150, 190), np.where(ramp % 4 == 2, 180, 300),
-                                           s_k=200), s_q=300, s_k=200),
+        # eight runs of equal length a key tile: summaries keep four, so wholly hidden (clear) tiles come as PARTIAL
+        _case("many_hidden_runs", _columns("nc2", 150 + 150 * (ramp % 7) + 10, 150 + 150 * (ramp % 7), s_k=200),
+              s_q=1210, s_k=200),
+        _case("many_clear_runs", _columns("nc4", 150 + 150 * (ramp % 7), 150 + 150 * (ramp % 7) + 10, 0, 0, s_k=200),
+              s_q=1210, s_k=200),
         # block_mask
         _case("block_mask_diagonal", _block_mask_on_full(300, 400, lambda q, k: q == k), s_q=300, s_k=400, d=128),
         _case("block_mask_hides_rows", _block_mask_on_full(300, 260, lambda q, k: q != 1), s_q=300, s_k=260, d=64),
