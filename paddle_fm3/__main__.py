@@ -18,6 +18,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"paddle_fm3 {paddle_fm3.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     for module_info in sorted(pkgutil.iter_modules(commands.__path__), key=lambda info: info.name):
+        if module_info.name.startswith("_"):  # shared parts, no command
+            continue
         module = importlib.import_module(f"{commands.__name__}.{module_info.name}")
         subparser = subparsers.add_parser(
             module_info.name,
