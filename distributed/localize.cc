@@ -19,7 +19,7 @@ struct LocalRows {
   int32_t shift, low_bits, count = 0;
 
   LocalRows(const ChunkGrid& grid, const std::vector<int32_t>& chunk_ranks, int32_t rank) {
-    const int32_t length = grid.rows(0);
+    const int32_t length = grid.num_chunks() > 0 ? grid.rows(0) : 1;
     bool is_even = (length & (length - 1)) == 0;
     for (int32_t chunk = 1; chunk < grid.num_chunks(); ++chunk) {
       is_even &= grid.rows(chunk) == length || (chunk + 1 == grid.num_chunks() && grid.rows(chunk) < length);

@@ -169,12 +169,14 @@ PYBIND11_MODULE(_planner, m) {
              return to_array<Need, int32_t>(needs, {py::ssize_t(needs.size()), 4});
            })
       .def("rank_needs",
-           [](Scan& scan, const Array<int32_t>& chunk_ranks, int32_t num_ranks, int32_t coalesce_rows) {
+           [](Scan& scan, const Array<int32_t>& chunk_ranks, int32_t num_ranks, int32_t coalesce_rows,
+                             int32_t align_rows) {
              RankNeeds needs;
              {
                const auto owners = to_vector(chunk_ranks);
                py::gil_scoped_release release;
-               needs = needs_of_ranks(scan.find(), owners, num_ranks, scan.mask->columns.num_planes, coalesce_rows);
+               needs = needs_of_ranks(scan.find(), owners, num_ranks, scan.mask->columns.num_planes, coalesce_rows,
+                                    align_rows, scan.mask->columns.s_k);
              }
              return py::make_tuple(to_array<int32_t, int32_t>(needs.begins, {num_ranks + 1}),
                                    to_array<Run, int32_t>(needs.runs, {py::ssize_t(needs.runs.size()), 2}));

@@ -86,10 +86,13 @@ std::vector<Need> find_needs(const MaskColumns& mask, const TileScan& scan, cons
 }
 
 RankNeeds needs_of_ranks(const std::vector<Need>& needs, const std::vector<int32_t>& chunk_ranks,
-                         int32_t num_ranks, int32_t num_planes, int32_t coalesce_rows) {
+                         int32_t num_ranks, int32_t num_planes, int32_t coalesce_rows,
+                         int32_t align_rows, int32_t s_k) {
   std::vector<std::vector<Run>> by_rank(num_ranks);
   const int32_t join = std::max(coalesce_rows, 1) - 1;  // holes of at most this many rows are filled
-  for (const Need& need : needs) {
+  for (Need need : needs) {
+    need.k_begin = need.k_begin / align_rows * align_rows;
+    need.k_end = std::min(s_k, (need.k_end + align_rows - 1) / align_rows * align_rows);
     for (int32_t chunk = need.chunk_begin; chunk < need.chunk_end; ++chunk) {
       auto& runs = by_rank[chunk_ranks[chunk]];
       // `needs` of one plane ascend, so only the last run can touch. Planes restart from 0.

@@ -24,8 +24,9 @@ struct RankNeeds {
 };
 
 // Key rows that each rank's chunks see. Holes shorter than `coalesce_rows` are filled: sending them along
-// is cheaper than one more range. 1 keeps every hole.
+// is cheaper than one more range (1 keeps every hole). Runs are widened to multiples of `align_rows`.
 RankNeeds needs_of_ranks(const std::vector<Need>& needs, const std::vector<int32_t>& chunk_ranks,
-                         int32_t num_ranks, int32_t num_planes, int32_t coalesce_rows);
+                         int32_t num_ranks, int32_t num_planes, int32_t coalesce_rows,
+                         int32_t align_rows, int32_t s_k);
 
 }  // namespace fm3::planner

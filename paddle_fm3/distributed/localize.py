@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewrites a mask of the whole sequence for the query rows that one rank owns (FlashMask-3, section 3.2).
 
-Only the query axis is rewritten; key columns keep their global order. A rank that needs a subset of the
-columns takes them from the result, column by column.
+Only the query axis is rewritten; `localize_mask` keeps all key columns in global order, `localize_columns` takes
+a selection of them in the order of a key buffer. Both run the compiled `distributed/localize.cc`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from paddle_fm3.distributed.native import planner
 from paddle_fm3.distributed.partition import Partition
+from paddle_fm3.distributed.workload import native_mask
 from paddle_fm3.mask.column_mask import BLOCK_MASK_TILE, ColumnMask, Int32Array
-
-Interval = tuple[Int32Array, Int32Array]  # begin, end, each [b, h_mask, s_k]; empty iff begin >= end
 
 
 def localize_mask(mask_global: ColumnMask, partition: Partition, rank: int) -> ColumnMask:
@@ -34,97 +34,90 @@ def localize_mask(mask_global: ColumnMask, partition: Partition, rank: int) -> C
             tiles a chunk boundary cuts; or the causal rule plus two intervals that cannot be written as two
             (names the first such column).
     """
+    return localize_columns(mask_global, partition, rank, np.array([[0, mask_global.s_k]], np.int32))
+
+
+def localize_columns(
+    mask_global: ColumnMask, partition: Partition, rank: int, key_ranges: NDArray[np.int32]
+) -> ColumnMask:
+    """`localize_mask` over a selection of key columns: O(selected columns), no communication.
+
+    Args:
+        key_ranges: int32 ``[n, 2]`` (k_begin_global, num_columns); the result's columns are these, in this order.
+            With a block_mask each range must consist of whole tiles (the last tile of s_k may be short if it
+            comes last).
+
+    Raises:
+        ValueError: as `localize_mask`, or a range that leaves the mask.
+    """
     if mask_global.s_q != partition.s:
         raise ValueError(
             f"localize_mask: mask has s_q={mask_global.s_q} query rows; the partition cuts {partition.s} rows"
         )
     if not 0 <= rank < partition.num_ranks:
         raise ValueError(f"localize_mask: rank={rank} is not in [0, {partition.num_ranks})")
-
-    rows_before = local_rows_before(partition, rank)  # [s_q + 1]
-    # Claim:      {l : rows_before[begin] <= l < rows_before[end]} is exactly the set of local rows whose global
-    #             index lies in [begin, end), so one global interval stays one local interval.
-    # Because:    rows_before counts owned rows, so it is monotone and steps by one at each owned row; local
-    #             order is ascending global order (Theorem 1).
-    # Breaks if:  a rank's chunks are not in ascending order (Partition rules that out).
-    # Tested by:  test/unit/test_localize.py::test_matches_dense_rows
-    lower = (rows_before[mask_global.lt_begin], rows_before[mask_global.lt_end])
-    upper = (rows_before[mask_global.ut_begin], rows_before[mask_global.ut_end])
-    if mask_global.is_causal:
-        causal_ends_global = np.arange(mask_global.s_k) - (mask_global.s_k - mask_global.s_q)
-        causal_ends = rows_before[np.clip(causal_ends_global, 0, mask_global.s_q)]  # [s_k]
-        lower, upper = _fold_prefix(lower, upper, np.broadcast_to(causal_ends, lower[0].shape))
-    return ColumnMask(
-        *lower,
-        *upper,
-        s_q=partition.num_rows(rank),
-        is_causal=False,
-        block_mask=_local_block_mask(mask_global, partition, rank),
+    bounds = planner().localize(
+        native_mask(mask_global),
+        np.asarray(partition.chunk_begins_global, np.int32),
+        np.asarray(partition.chunk_ranks, np.int32),
+        rank,
+        np.ascontiguousarray(key_ranges, np.int32),
+    )
+    return _trusted_mask(
+        bounds, partition.num_rows(rank), _local_block_mask(mask_global, partition, rank, key_ranges)
     )
 
 
+def _trusted_mask(bounds: tuple[Int32Array, ...], s_q: int, block_mask: Int32Array | None) -> ColumnMask:
+    """A ColumnMask of bounds that are int32 and inside [0, s_q] by construction.
+
+    DEVIATION: skips ColumnMask's constructor, which would read and copy all bounds once more.
+    Reason: that takes longer than the localisation itself. Recovery: call the constructor.
+    """
+    mask = object.__new__(ColumnMask)
+    for name, bound in zip(("lt_begin", "lt_end", "ut_begin", "ut_end"), bounds, strict=True):
+        bound.setflags(write=False)
+        object.__setattr__(mask, name, bound)
+    object.__setattr__(mask, "s_q", s_q)
+    object.__setattr__(mask, "is_causal", False)
+    object.__setattr__(mask, "block_mask", block_mask)
+    return mask
+
+
 def local_rows_before(partition: Partition, rank: int) -> NDArray[np.int32]:
-    """``loc``: for each global row r in [0, s], how many of the rank's rows come before it. int32 [s + 1]."""
+    """``loc``: for each global row r in [0, s], how many of the rank's rows come before it. int32 [s + 1].
+
+    Theorem 1 in this form: a global interval [begin, end) becomes [loc(begin), loc(end)); the proof is at
+    LocalRows in distributed/localize.cc.
+    """
     is_owned = np.zeros(partition.s, np.int32)  # [s]
     for begin_global, end_global in partition.chunks_of(rank):
         is_owned[begin_global:end_global] = 1
     return np.concatenate([np.zeros(1, np.int32), np.cumsum(is_owned, dtype=np.int32)])
 
 
-def _fold_prefix(lower: Interval, upper: Interval, prefix_end: Int32Array) -> tuple[Interval, Interval]:
-    """Two intervals equal to ``lower | upper | [0, prefix_end)``; the prefix ends up in the second."""
-    prefix_end = prefix_end.copy()
-    # Twice: swallowing the second interval may make the first one touch.
-    for _ in range(2):
-        for begin, end in (lower, upper):
-            is_touching = (begin < end) & (begin <= prefix_end)
-            np.maximum(prefix_end, np.where(is_touching, end, 0), out=prefix_end)
-    lower_begin = np.where(lower[0] <= prefix_end, np.maximum(lower[0], prefix_end), lower[0])
-    upper_begin = np.maximum(upper[0], prefix_end)
-    lower_rest = _emptied(lower_begin, lower[1])
-    upper_rest = _emptied(upper_begin, upper[1])
-    is_upper_left = upper_rest[0] < upper_rest[1]
-    is_lower_left = lower_rest[0] < lower_rest[1]
-    # Both remain beside a non-empty prefix: representable only where they overlap or touch each other.
-    is_three = is_upper_left & is_lower_left & (prefix_end > 0)
-    is_joined = (lower_rest[0] <= upper_rest[1]) & (upper_rest[0] <= lower_rest[1])
-    if (is_three & ~is_joined).any():
-        b_idx, h_idx, k_idx = (int(axis[0]) for axis in np.nonzero(is_three & ~is_joined))
-        at = (b_idx, h_idx, k_idx)
-        raise ValueError(
-            f"localize_mask: column k={k_idx} (batch {b_idx}, mask head {h_idx}) hides local rows "
-            f"[0, {prefix_end[at]}) by the causal rule and [{lower_rest[0][at]}, {lower_rest[1][at]}) and "
-            f"[{upper_rest[0][at]}, {upper_rest[1][at]}); a column holds at most two intervals"
-        )
-    joined_begin = np.minimum(lower_rest[0], upper_rest[0])
-    joined_end = np.maximum(lower_rest[1], upper_rest[1])
-    only_upper = is_upper_left & ~is_lower_left
-    first_begin = np.where(is_three, joined_begin, np.where(only_upper, upper_rest[0], lower_rest[0]))
-    first_end = np.where(is_three, joined_end, np.where(only_upper, upper_rest[1], lower_rest[1]))
-    # Without a prefix both intervals stay as they are.
-    is_kept = is_upper_left & is_lower_left & (prefix_end == 0)
-    second_begin = np.where(is_kept, upper_rest[0], 0)
-    second_end = np.where(is_kept, upper_rest[1], prefix_end)
-    return (
-        (first_begin.astype(np.int32), first_end.astype(np.int32)),
-        (second_begin.astype(np.int32), second_end.astype(np.int32)),
-    )
-
-
-def _emptied(begin: Int32Array, end: Int32Array) -> Interval:
-    """The interval with every empty column written as [end, end)."""
-    return np.minimum(begin, end), end
-
-
-def _local_block_mask(mask_global: ColumnMask, partition: Partition, rank: int) -> Int32Array | None:
+def _local_block_mask(
+    mask_global: ColumnMask, partition: Partition, rank: int, key_ranges: NDArray[np.int32]
+) -> Int32Array | None:
     if mask_global.block_mask is None:
         return None
-    tile_idx = []
-    for begin_global, end_global in partition.chunks_of(rank):
-        if begin_global % BLOCK_MASK_TILE or (end_global % BLOCK_MASK_TILE and end_global != partition.s):
+    q_tiles = _whole_tiles(partition.chunks_of(rank), partition.s, "chunk")
+    ranges = [(begin, begin + columns) for begin, columns in np.asarray(key_ranges).tolist()]
+    k_tiles = _whole_tiles(ranges, mask_global.s_k, "key range")
+    local = mask_global.block_mask[:, :, q_tiles, :][:, :, :, k_tiles]
+    local.setflags(write=False)
+    return local
+
+
+def _whole_tiles(ranges: list[tuple[int, int]], s: int, what: str) -> list[int]:
+    """Indices of the tiles that the ranges consist of."""
+    tiles: list[int] = []
+    for at, (begin, end) in enumerate(ranges):
+        is_short_end = end == s and at == len(ranges) - 1  # only there a short tile shifts nothing behind it
+        if begin % BLOCK_MASK_TILE or (end % BLOCK_MASK_TILE and not is_short_end):
             raise ValueError(
-                f"localize_mask: chunk [{begin_global}, {end_global}) cuts a block_mask tile; chunk boundaries "
-                f"must be multiples of {BLOCK_MASK_TILE} when a block_mask is given"
+                f"localize_mask: {what} [{begin}, {end}) cuts a block_mask tile; its boundaries must be multiples "
+                f"of {BLOCK_MASK_TILE} when a block_mask is given"
             )
-        tile_idx.extend(range(begin_global // BLOCK_MASK_TILE, -(-end_global // BLOCK_MASK_TILE)))
-    return mask_global.block_mask[:, :, tile_idx, :]
+        tiles.extend(range(begin // BLOCK_MASK_TILE, -(-end // BLOCK_MASK_TILE)))
+    return tiles

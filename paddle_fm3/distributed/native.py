@@ -6,10 +6,9 @@ from __future__ import annotations
 import importlib.util
 import sysconfig
 from functools import lru_cache
-from pathlib import Path
 from types import ModuleType
 
-LIB_DIR = Path(__file__).resolve().parent.parent / "_lib"
+from paddle_fm3 import env
 
 
 @lru_cache(maxsize=1)
@@ -19,7 +18,7 @@ def planner() -> ModuleType:
     Raises:
         ImportError: it has not been built; the message says where it was looked for and how to build it.
     """
-    path = LIB_DIR / f"_planner{sysconfig.get_config_var('EXT_SUFFIX')}"
+    path = env.lib_dir() / f"_planner{sysconfig.get_config_var('EXT_SUFFIX')}"
     if not path.exists():
         raise ImportError(
             f"paddle_fm3: the context-parallel planner is not built: no file {path}; run `make build` "

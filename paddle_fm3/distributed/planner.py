@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""build_plan: from a mask to a CpPlan. Reads as the algorithm: scan, weigh, balance, find needs, route."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paddle_fm3.distributed import balance_paper, route
+from paddle_fm3.distributed.balance import SearchEffort, balance_by_node
+from paddle_fm3.distributed.cost import CostModel
+from paddle_fm3.distributed.native import planner
+from paddle_fm3.distributed.partition import Partition, contiguous_partition, dual_chunk_partition
+from paddle_fm3.distributed.plan import CpPlan
+from paddle_fm3.distributed.strategy import FM3, Strategy, resolve_strategy
+from paddle_fm3.distributed.topology import Topology
+from paddle_fm3.distributed.workload import scan_mask
+from paddle_fm3.mask.column_mask import BLOCK_MASK_TILE, ColumnMask
+
+MAX_CHUNK_ROWS = 2048
+MIN_CHUNKS_PER_RANK = 4  # fewer leave the balance little to choose from
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a caller may set; the defaults serve.
+
+    Attributes:
+        chunk_rows: rows of a chunk; None takes `default_chunk_rows`.
+        capacities: most chunks of each rank; None gives all the same.
+        speeds: relative speed of each rank: a slow device gets less work. None gives all 1.
+        num_stages: gather stages; None lets the cost model choose.
+        coalesce_rows: holes shorter than this between needed rows are transferred along.
+        piece_rows: see `route.route_needs`.
+        effort: how long the balance searches.
+    """
+
+    chunk_rows: int | None = None
+    capacities: tuple[int, ...] | None = None
+    speeds: tuple[float, ...] | None = None
+    num_stages: int | None = None
+    coalesce_rows: int = 64
+    piece_rows: int = 1024
+    effort: SearchEffort = SearchEffort()
+
+
+def default_chunk_rows(s: int, num_ranks: int) -> int:
+    """2048 as in the paper, or less so that a rank gets at least four chunks; a multiple of 128 if possible."""
+    rows = min(MAX_CHUNK_ROWS, s // (MIN_CHUNKS_PER_RANK * num_ranks))
+    return max(1, rows // BLOCK_MASK_TILE * BLOCK_MASK_TILE or min(BLOCK_MASK_TILE, -(-s // num_ranks)))
+
+
+def build_plan(
+    mask: ColumnMask,
+    num_ranks: int,
+    *,
+    topology: Topology | None = None,
+    strategy: Strategy | str = FM3,
+    cost: CostModel = CostModel(),
+    options: PlanOptions = PlanOptions(),
+) -> CpPlan:
+    """The plan of one attention over ``num_ranks`` ranks. Pure and deterministic: no GPU, no process group.
+
+    Args:
+        mask: over the whole sequence, s_q = s_k.
+        topology: which ranks share a node; default nodes of 8.
+        strategy: a name of `strategy.STRATEGIES` or a Strategy.
+
+    Raises:
+        ValueError: s_q != s_k, an empty sequence, unknown strategy, settings that do not fit num_ranks, or a
+            block_mask whose tiles would be cut.
+    """
+    strategy = resolve_strategy(strategy)
+    topology = topology or Topology.uniform(num_ranks)
+    _check(mask, num_ranks, topology, options)
+    if strategy.layout == "contiguous":
+        partition = contiguous_partition(mask.s_q, num_ranks)
+    elif strategy.layout == "dual_chunk":
+        partition = dual_chunk_partition(mask.s_q, num_ranks)
+    else:
+        partition = None
+    begins = _chunk_begins(mask, num_ranks, options) if partition is None else partition.chunk_begins_global
+    scan = scan_mask(mask, np.asarray(begins, np.int32))
+    tiles = scan.chunk_tiles()
+    weights = scan.chunk_weights(cost)
+
+    if partition is None:
+        if strategy.layout == "paper":
+            result = balance_paper.hcc_ipo(scan, weights, topology)
+        else:
+            result = balance_by_node(
+                scan, weights, topology, cost,
+                capacities=options.capacities, speeds=options.speeds, effort=options.effort,
+            )  # fmt: skip
+        partition = Partition(tuple(begins), result.chunk_ranks, num_ranks)
+        lower_bound = result.lower_bound
+    else:
+        lower_bound = _lower_bound(weights, num_ranks, options.speeds)
+
+    if strategy.move == "ring":
+        routed = route.route_ring(partition, topology)
+    else:
+        if strategy.is_pruned:
+            needs = route.needs_of_mask(scan, partition, coalesce_rows=options.coalesce_rows)
+        else:
+            needs = route.needs_of_all(partition)
+        num_stages = options.num_stages
+        if not strategy.is_overlapped:
+            num_stages = 1
+        elif num_stages is None:
+            loads = np.bincount(partition.chunk_ranks, weights, minlength=num_ranks)
+            num_stages = route.choose_num_stages(needs, partition, topology, loads, cost)
+        routed = route.route_needs(
+            needs,
+            partition,
+            topology,
+            is_hierarchical=strategy.is_hierarchical,
+            is_overlapped=strategy.is_overlapped,
+            num_stages=num_stages,
+            piece_rows=options.piece_rows,
+        )
+    return CpPlan(
+        partition=partition,
+        topology=topology,
+        strategy=strategy,
+        num_stages=routed.num_stages,
+        range_begins=routed.range_begins,
+        key_ranges=routed.key_ranges,
+        stage_rows=routed.stage_rows,
+        gather=routed.gather,
+        reduce=routed.reduce,
+        chunk_tiles=tiles,
+        chunk_weights=weights,
+        lower_bound=lower_bound,
+        speeds=options.speeds,
+    )
+
+
+def _lower_bound(weights: NDArray[np.int64], num_ranks: int, speeds: Sequence[float] | None) -> float:
+    """Of a fixed layout's chunks, were they free to move."""
+    capacity = np.full(num_ranks, -(-len(weights) // num_ranks), np.int32)
+    speed = np.ones(num_ranks) if speeds is None else np.asarray(speeds, np.float64)
+    return planner().lower_bound(weights, capacity, speed)
+
+
+def _chunk_begins(mask: ColumnMask, num_ranks: int, options: PlanOptions) -> list[int]:
+    rows = options.chunk_rows or default_chunk_rows(mask.s_q, num_ranks)
+    if mask.block_mask is not None and options.chunk_rows is None:
+        rows = max(BLOCK_MASK_TILE, rows // BLOCK_MASK_TILE * BLOCK_MASK_TILE)
+    return [*range(0, mask.s_q, rows), mask.s_q]
+
+
+def _check(mask: ColumnMask, num_ranks: int, topology: Topology, options: PlanOptions) -> None:
+    if mask.s_q != mask.s_k or mask.s_q < 1:
+        raise ValueError(f"build_plan: mask has s_q={mask.s_q}, s_k={mask.s_k}; context parallelism needs s_q = s_k >= 1")
+    if topology.num_ranks != num_ranks:
+        raise ValueError(f"build_plan: topology has {topology.num_ranks} ranks; num_ranks={num_ranks}")
+    for name in ("capacities", "speeds"):
+        values = getattr(options, name)
+        if values is not None and len(values) != num_ranks:
+            raise ValueError(f"build_plan: {name} has {len(values)} entries; num_ranks={num_ranks}")
+    for name in ("chunk_rows", "num_stages"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"build_plan: {name}={value} must be >= 1")
+    if mask.block_mask is not None and mask.s_q % BLOCK_MASK_TILE:
+        raise ValueError(f"build_plan: with a block_mask s={mask.s_q} must be a multiple of {BLOCK_MASK_TILE}; pad the sequence")
