@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every refusal with its message, in Python and behind it in the op itself; and Paddle's exact signature."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import numpy as np
+import paddle
+import pytest
+from paddle import _C_ops
+
+from paddle_fm3 import ColumnMask, _native, flashmask_attention
+from paddle_fm3.mask import causal
+
+
+def tensors(b=2, s_q=6, s_k=8, h_q=4, h_kv=2, d_qk=8, d_v=8, dtype="float32"):
+    return (
+        paddle.zeros([b, s_q, h_q, d_qk], dtype),
+        paddle.zeros([b, s_k, h_kv, d_qk], dtype),
+        paddle.zeros([b, s_k, h_kv, d_v], dtype),
+    )
+
+
+def indices(b=2, h_mask=1, s_k=8, n=1, dtype="int32"):
+    return paddle.zeros([b, h_mask, s_k, n], dtype)
+
+
+def test_signature_is_paddles_plus_deterministic():
+    ours = inspect.signature(flashmask_attention).parameters
+    theirs = inspect.signature(paddle.nn.functional.flash_attention.flashmask_attention).parameters
+    assert list(ours)[:-1] == list(theirs)
+    for name, parameter in theirs.items():
+        assert ours[name].default == parameter.default, name
+        assert ours[name].kind == parameter.kind, name
+    assert list(ours)[-1] == "deterministic" and ours["deterministic"].default is None
+
+
+def test_return_types_are_paddles():
+    q, k, v = tensors()
+    assert isinstance(flashmask_attention(q, k, v), paddle.Tensor)
+    both = flashmask_attention(q, k, v, return_softmax_lse=True)
+    assert isinstance(both, list) and [list(x.shape) for x in both] == [[2, 6, 4, 8], [2, 4, 6]]
+
+
+_MASK = causal(8, b=2)
+
+# name: (error type, exact parts of the message, positional arguments, keyword arguments)
+REFUSALS = {
+    "dropout": (ValueError, "dropout=0.1 while training is not supported; pass dropout=0.0", tensors(), {"dropout": 0.1}),
+    "seed offset": (ValueError, "return_seed_offset belong to dropout", tensors(), {"return_seed_offset": True}),
+    "fixed seed": (ValueError, "belong to dropout", tensors(), {"fixed_seed_offset": paddle.zeros([2])}),
+    "q rank": (ValueError, "query.shape is [6, 4, 8]; expected [b, s_q, h_q, d_qk]", (tensors()[0][0], *tensors()[1:]), {}),
+    "v rank": (ValueError, "value.shape is [8, 2, 8]; expected [b, s_k, h_kv, d_v]", (*tensors()[:2], tensors()[2][0]), {}),
+    "batch": (ValueError, "have b=[2, 3, 3]", (tensors()[0], *tensors(b=3)[1:]), {}),
+    "d_qk": (ValueError, "key.shape is [2, 8, 2, 16]; its last axis must be query's d_qk=8",
+             (tensors()[0], tensors(d_qk=16)[1], tensors()[2]), {}),
+    "v length": (ValueError, "value.shape is [2, 9, 2, 8]; expected [b, s_k, h_kv, d_v] with s_k=8 and h_kv=2",
+                 (*tensors()[:2], tensors(s_k=9)[2]), {}),
+    "heads": (ValueError, "h_kv=3 must divide h_q=4", tensors(h_kv=3), {}),
+    "mixed dtypes": (TypeError, "['float32', 'bfloat16', 'float32']; they must be the same",
+                     (tensors()[0], tensors(dtype="bfloat16")[1], tensors()[2]), {}),
+    "float64": (TypeError, "query.dtype is float64; expected one of ['float32', 'bfloat16', 'float16']",
+                tensors(dtype="float64"), {}),
+    "indices dtype": (TypeError, "startend_row_indices.dtype is int64; expected int32",
+                      (*tensors(), indices(dtype="int64")), {"causal": True}),
+    "indices rank": (ValueError, "startend_row_indices.shape is [2, 8]; expected [b, h_mask, s_k, n]",
+                     (*tensors(), paddle.zeros([2, 8], "int32")), {"causal": True}),
+    "indices batch": (ValueError, "its first axis must be b=2", (*tensors(), indices(b=1)), {"causal": True}),
+    "indices length": (ValueError, "its third axis must be s_k=8", (*tensors(), indices(s_k=6)), {"causal": True}),
+    "indices heads": (ValueError, "h_mask=3 must be 1, h_kv=2 or h_q=4", (*tensors(), indices(h_mask=3)), {"causal": True}),
+    "1 bound, not causal": (ValueError, "n=1 bounds with causal=False; legal: causal=True, n=1 is [LTS]",
+                            (*tensors(), indices(n=1)), {}),
+    "4 bounds, causal": (ValueError, "n=4 bounds with causal=True", (*tensors(), indices(n=4)), {"causal": True}),
+    "3 bounds": (ValueError, "n=3 bounds with causal=False", (*tensors(), indices(n=3)), {}),
+    "window and indices": (ValueError, "window_size and startend_row_indices exclude each other",
+                           (*tensors(), indices()), {"window_size": 3, "causal": True}),
+    "negative window": (ValueError, "window_size=-1; expected an int >= 0", tensors(), {"window_size": -1}),
+    "three window sides": (ValueError, "window_size=(1, 2, 3); expected", tensors(), {"window_size": (1, 2, 3)}),
+    "block_mask dtype": (TypeError, "block_mask.dtype is bool; expected int32", tensors(),
+                         {"block_mask": paddle.zeros([2, 1, 1, 1], "bool")}),
+    "block_mask heads": (ValueError, "its second axis must be h_mask=1 as in startend_row_indices", (*tensors(), indices()),
+                         {"causal": True, "block_mask": paddle.zeros([2, 2, 1, 1], "int32")}),
+    "block_mask tiles": (ValueError, "block_mask.shape is [2, 1, 2, 1]; expected [b, h_mask, 1, 1], one entry a 128 x 128 tile",
+                         tensors(), {"block_mask": paddle.zeros([2, 1, 2, 1], "int32")}),
+    "ColumnMask and block_mask": (ValueError, "a ColumnMask excludes window_size and block_mask",
+                                  (*tensors(s_q=8), _MASK), {"block_mask": paddle.zeros([2, 1, 1, 1], "int32")}),
+    "ColumnMask size": (ValueError, "ColumnMask has b=2, s_q=8, s_k=8; the tensors have b=2, s_q=6, s_k=8",
+                        (*tensors(), _MASK), {}),
+    "ColumnMask not causal": (ValueError, "causal=True with a ColumnMask of is_causal=False",
+                              (*tensors(s_q=8), ColumnMask.from_bounds(np.zeros((2, 1, 8, 2), np.int32), is_causal=False, s_q=8)),
+                              {"causal": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal(name):
+    error, message, arguments, options = REFUSALS[name]
+    with pytest.raises(error, match=re.escape(message)):
+        flashmask_attention(*arguments, **options)
+
+
+_ABSENT = paddle.empty([0], "int32")
+
+# name: (part of the message, the five tensors of the op, causal)
+OP_REFUSALS = {
+    "q rank": ("q.shape is [6, 4, 8]; expected [b, s_q, h_q, d_qk]", (tensors()[0][0], *tensors()[1:], _ABSENT, _ABSENT), False),
+    "batch": ("q, k, v have b=2, 3, 3", (tensors()[0], *tensors(b=3)[1:], _ABSENT, _ABSENT), False),
+    "heads": ("h_kv=3 must divide h_q=4", (*tensors(h_kv=3), _ABSENT, _ABSENT), False),
+    "dtype": ("q.dtype is float64; expected float32, bfloat16 or float16", (*tensors(dtype="float64"), _ABSENT, _ABSENT), False),
+    "mixed dtypes": ("they must be the same", (tensors()[0], *tensors(dtype="float16")[1:], _ABSENT, _ABSENT), False),
+    "indices dtype": ("startend_row_indices.dtype is int64; expected int32", (*tensors(), indices(dtype="int64"), _ABSENT), True),
+    "indices batch": ("its first axis must be b=2", (*tensors(), indices(b=1), _ABSENT), True),
+    "indices length": ("its third axis must be s_k=8", (*tensors(), indices(s_k=9), _ABSENT), True),
+    "indices heads": ("h_mask=3 must be 1, h_kv=2 or h_q=4", (*tensors(), indices(h_mask=3), _ABSENT), True),
+    "bounds": ("with causal=True its last axis must be 1 or 2", (*tensors(), indices(n=4), _ABSENT), True),
+    "tiles": ("expected [b, h_mask, 1, 1], one entry a 128 x 128 tile of s_q=6 by s_k=8",
+              (*tensors(), _ABSENT, paddle.zeros([2, 1, 1, 2], "int32")), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OP_REFUSALS)
+def test_refusal_of_the_op_itself(name):
+    """A graph built with unknown sizes meets the values only here."""
+    message, arguments, causal = OP_REFUSALS[name]
+    with pytest.raises(Exception, match="fm3_attention: .*" + re.escape(message)) as raised:
+        _C_ops._run_custom_op(_native.load_op(), *arguments, 1.0, causal, False)
+    assert "ops/binding" in str(raised.value) and "/ops/binding" not in str(raised.value), "names the build folder"
+
+
+def test_options_without_effect_are_accepted():
+    q, k, v = (x + 1 for x in tensors())
+    expected = flashmask_attention(q, k, v)
+    for options in ({"training": False}, {"dropout": 0.5, "training": False}, {"name": "x"}, {"rng_name": "y"}):
+        np.testing.assert_array_equal(flashmask_attention(q, k, v, **options).numpy(), expected.numpy())
+
+
+@pytest.mark.parametrize("deterministic", [None, True, False])
+def test_deterministic(deterministic):
+    q, k, v = (paddle.randn(x.shape) for x in tensors(s_q=200, s_k=200))
+    grads = []
+    for _ in range(2):
+        q.stop_gradient = False
+        flashmask_attention(q, k, v, causal=True, deterministic=deterministic).sum().backward()
+        grads.append(q.grad.numpy().tobytes())
+        q.clear_gradient()
+    assert grads[0] == grads[1]
