@@ -176,3 +176,14 @@ def _cell(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What the command line asks a device's benchmark for; an empty tuple means the device's default."""
+
+    cases: tuple[str, ...] = ()
+    impls: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    repeats: int | None = None
+    threads: int | None = None  # CPU only
