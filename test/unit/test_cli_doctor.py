@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m paddle_fm3 doctor`: sound here, and it notices what it is there to notice."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paddle_fm3 import flashmask_attention
+from paddle_fm3.__main__ import main
+from paddle_fm3.commands import _doctor_checks as checks
+from paddle_fm3.testing import cases
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_this_installation_is_sound(capsys):
+    assert main(["doctor", "--seconds", "0.5", "--device", "cpu", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["is_sound"]
+    by_name = {check["name"]: check for check in report["checks"]}
+    assert by_name["fm3_op"]["verdict"] == "ok"
+    done, total = re.match(r"(\d+) of (\d+) hostile cases agree", by_name["operator on cpu, float32"]["detail"]).groups()
+    assert 0 < int(done) <= int(total) == len(cases.HOSTILE_CASES)
+
+
+def test_text_report_ends_with_the_verdict(capsys):
+    assert main(["doctor", "--seconds", "0", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "sound" and any(line.startswith("ok   Paddle ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "output"),
+    [
+        (lambda q, k, v, out, lse: (out * 1.0001, lse), "out"),
+        (lambda q, k, v, out, lse: (out, lse + 1e-4), "lse"),
+        (lambda q, k, v, out, lse: (out + 1e-4 * q.sum() - 1e-4 * q.sum().detach(), lse), "dq"),
+        (lambda q, k, v, out, lse: (out, lse + 1e-4 * v.sum() - 1e-4 * v.sum().detach()), "dv"),
+    ],
+)
+def test_a_wrong_output_or_gradient_is_found(spoil, output):
+    def wrong(q, k, v, *args, **options):
+        return spoil(q, k, v, *flashmask_attention(q, k, v, *args, **options))
+
+    chosen = [cases.hostile_case("documents_mixed_causal")]
+    assert checks.operator_check(chosen, "float32", "cpu", 10, flashmask_attention).verdict == "ok"
+    check = checks.operator_check(chosen, "float32", "cpu", 10, wrong)
+    assert check.verdict == "fail"
+    assert f"case documents_mixed_causal: {output}: error" in check.detail
+
+
+def test_time_limit_stops_the_self_check_after_a_case():
+    check = checks.operator_check(cases.HOSTILE_CASES[:5], "float32", "cpu", 0.0, flashmask_attention)
+    assert check.verdict == "ok" and check.detail.startswith("1 of 5 hostile cases")
+
+
+def test_missing_libraries_fail_and_say_how_to_build(tmp_path):
+    code = "from paddle_fm3.commands._doctor_checks import library_checks as f; [print(c.verdict, c.name, c.detail) for c in f()]"
+    environment = {**os.environ, "FM3_LIB_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60, check=True)
+    for name in ("fm3_cpu", "fm3_op", "planner"):
+        assert re.search(rf"^fail {name} .*{re.escape(str(tmp_path))}", shown.stdout, re.M), shown.stdout
+    assert "make build" in shown.stdout
+
+
+def test_one_failure_makes_the_exit_status(monkeypatch, capsys):
+    monkeypatch.setattr(checks, "library_checks", lambda: [checks.Check("fm3_op", "fail", "gone")])
+    assert main(["doctor", "--seconds", "0", "--device", "cpu"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("FAIL fm3_op ") for line in lines) and lines[-1] == "FAILED: fm3_op"
+
+
+def test_pins_are_those_of_the_requirements():
+    text = (ROOT / "requirements.txt").read_text() + (ROOT / "requirements-paddlenlp.txt").read_text()
+    for distributions, version, _ in checks.PINS.values():
+        assert re.search(rf"^{distributions[0]}=={re.escape(version)}$", text, re.M), distributions
+
+
+def test_another_version_is_a_note_and_an_absent_package_is_not_sound(monkeypatch):
+    monkeypatch.setattr(checks, "_installed", lambda name: {"paddlepaddle-gpu": "3.4.0"}.get(name))
+    verdicts = {check.name: (check.verdict, check.detail) for check in checks.version_checks()}
+    assert verdicts["Paddle"] == ("note", "3.4.0 (tested: 3.3.1)")
+    assert verdicts["PaddleNLP"] == ("note", "not installed (tested: 3.0.0b4)")
+    assert verdicts["NumPy"][0] == "fail"
+
+
+def test_the_script_for_launchers_exists(capsys):
+    assert main(["doctor", "--script"]) == 0
+    assert Path(capsys.readouterr().out.strip()).is_file()
+
+
+@pytest.mark.dist
+def test_ranks_check_collectives_and_attention_together(capsys):
+    assert main(["doctor", "--ranks", "2", "--seconds", "0", "--device", "cpu", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    details = {check["name"]: check["detail"] for check in report["checks"]}
+    assert "2 ranks on 1 host, gloo; context-parallel groups [0, 1]" in details["layout"]
+    assert "right over 2 ranks" in details["collectives"]
+    assert "forward and backward agree with the oracle" in details["attention over ranks"]
+    assert details["other ranks"] == "2 ranks agree"
+
+
+def test_a_layout_for_other_ranks_is_refused(monkeypatch):
+    from paddle_fm3.commands import _doctor_group
+
+    monkeypatch.setattr(_doctor_group.dist, "get_world_size", lambda: 8)
+    with pytest.raises(ValueError, match="config moe_118b_a14b_128k_cp16 is for 128 GPUs; 8 ranks were started"):
+        _doctor_group._hybrid_configs(None, "moe_118b_a14b_128k_cp16")
+    with pytest.raises(ValueError, match="--cp 3 must divide the 8 ranks"):
+        _doctor_group._hybrid_configs(3, None)
+    assert _doctor_group._hybrid_configs(4, None)["dp_degree"] == 2
+    assert _doctor_group._hybrid_configs(None, None)["sep_degree"] == 8
