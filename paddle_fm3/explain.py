@@ -22,7 +22,7 @@ class MaskReport:
         density_exact: visible pairs / all pairs.
         density_block: pairs in not fully hidden 128 x 128 tiles / all pairs.
         num_skip_tiles, num_partial_tiles, num_full_tiles: 128 x 128 tiles by class.
-        num_hidden_rows, num_hidden_columns: rows that see nothing, keys that nothing sees (block_mask not counted).
+        num_hidden_rows, num_hidden_columns: rows that see nothing, keys nothing sees (without block_mask).
         num_bounds, causal: the most compact input form (1, 2 or 4), or None if no form carries the mask.
         picture: text picture of the first batch entry and mask head.
     """
@@ -51,18 +51,28 @@ class MaskReport:
 
     def __str__(self) -> str:
         total = max(1, self.num_skip_tiles + self.num_partial_tiles + self.num_full_tiles)
-        kinds = ", ".join(kind if count == self.b * self.h_mask else f"{kind} x{count}" for kind, count in self.kinds.items())
-        form = f"n={self.num_bounds}, causal={self.causal}" if self.num_bounds else "none carries it (ColumnMask only)"
+        kinds = ", ".join(
+            kind if count == self.b * self.h_mask else f"{kind} x{count}"
+            for kind, count in self.kinds.items()
+        )
+        form = (
+            f"n={self.num_bounds}, causal={self.causal}"
+            if self.num_bounds
+            else "none carries it (ColumnMask only)"
+        )
         rows = [
             ("kind", kinds + (" with block_mask" if self.has_block_mask else "")),
             ("size", f"b={self.b} h_mask={self.h_mask} s_q={self.s_q} s_k={self.s_k}"),
             ("density", f"{self.density_exact:.4f} exact, {self.density_block:.4f} in 128 x 128 tiles"),
             (
                 "tiles",
-                f"{self.num_skip_tiles} skipped ({self.num_skip_tiles / total:.1%}), {self.num_partial_tiles} partial, "
-                f"{self.num_full_tiles} full",
+                f"{self.num_skip_tiles} skipped ({self.num_skip_tiles / total:.1%}), "
+                f"{self.num_partial_tiles} partial, {self.num_full_tiles} full",
             ),
-            ("hidden", f"{self.num_hidden_rows} rows see nothing, {self.num_hidden_columns} keys are never seen"),
+            (
+                "hidden",
+                f"{self.num_hidden_rows} rows see nothing, {self.num_hidden_columns} keys are never seen",
+            ),
             ("input form", form),
         ]
         lines = [f"{name:>10}: {text}" for name, text in rows]
@@ -70,7 +80,7 @@ class MaskReport:
 
 
 def explain(mask: ColumnMask, *, picture_rows: int = 24, picture_columns: int = 48) -> MaskReport:
-    """Recognises the mask, counts its tiles, and draws it. O(s) time and memory (O(s^2 / 128^2) with a block_mask)."""
+    """Recognises the mask, counts its tiles, draws it. O(s) time and memory without a block_mask."""
     schedule = build_schedule(mask)
     counts = {tile_class: int(count.sum()) for tile_class, count in schedule.counts().items()}
     kinds: dict[str, int] = {}
@@ -103,7 +113,9 @@ def explain(mask: ColumnMask, *, picture_rows: int = 24, picture_columns: int = 
     )
 
 
-def text_picture(mask: ColumnMask, *, rows: int = 24, columns: int = 48, b_idx: int = 0, h_mask_idx: int = 0) -> str:
+def text_picture(
+    mask: ColumnMask, *, rows: int = 24, columns: int = 48, b_idx: int = 0, h_mask_idx: int = 0
+) -> str:
     """One plane drawn as text: ``#`` all visible, ``+`` some, ``.`` none; rows are queries, columns keys."""
     if not (mask.b and mask.h_mask and mask.s_q and mask.s_k):
         return "(empty)"
@@ -111,7 +123,9 @@ def text_picture(mask: ColumnMask, *, rows: int = 24, columns: int = 48, b_idx: 
     plane = mask.select(b=slice(b_idx, b_idx + 1), h_mask=slice(h_mask_idx, h_mask_idx + 1))
     classes = build_schedule(plane, block_q, block_k).tile_classes()
     lines = ["".join(".+#"[tile_class] for tile_class in row) for row in classes]
-    return "\n".join([*lines, f"# all visible  + some  . none; one character is {block_q} rows x {block_k} keys"])
+    return "\n".join(
+        [*lines, f"# all visible  + some  . none; one character is {block_q} rows x {block_k} keys"]
+    )
 
 
 def _count_hidden(mask: ColumnMask) -> tuple[int, int]:

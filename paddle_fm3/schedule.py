@@ -10,10 +10,11 @@ head) is summed up by two short lists of row runs:
 
 Both are exact at row granularity: disjoint, ascending and maximal. The C++ builder must give identical
 numbers, so the rule for more than four runs is part of the definition: **the four longest runs are kept, of
-equally long ones those that begin earlier; the kept runs stay ascending; unused slots hold {0, 0}.** A dropped
-run only turns SKIP or FULL into PARTIAL, which is slower and still exact. Columns beyond s_k in the last tile
-do not exist: they neither hide nor show a row. With s_q = 0 there are no runs. `block_mask` is not in the runs;
-it is applied on top, per tile.
+equally long ones those that begin earlier; the kept runs stay ascending; unused slots hold {0, 0}.** A
+dropped run only turns SKIP or FULL into PARTIAL, which is slower and still exact.
+
+Columns beyond s_k in the last tile do not exist: they neither hide nor show a row. With s_q = 0 there are no
+runs. `block_mask` is not in the runs; it is applied on top, per tile.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,8 +79,10 @@ class BlockSchedule:
     def num_k_tiles(self) -> int:
         return self.hidden_runs.shape[2]
 
-    def classify(self, q_begin: int, q_end: int, k_tile_idx: int, *, b_idx: int = 0, h_mask_idx: int = 0) -> TileClass:
-        """Class of rows [q_begin, q_end) against one key tile (the twin of fm3::classify, then block_mask)."""
+    def classify(
+        self, q_begin: int, q_end: int, k_tile_idx: int, *, b_idx: int = 0, h_mask_idx: int = 0
+    ) -> TileClass:
+        """Class of rows [q_begin, q_end) against one key tile: fm3::classify, then block_mask."""
         tile = (b_idx, h_mask_idx, k_tile_idx)
         if _is_inside(self.hidden_runs[tile], q_begin, q_end):
             return TileClass.SKIP
@@ -151,10 +155,14 @@ class BlockSchedule:
         pairs = (self.visible_tiles_per_k_tile() * k_width).sum(axis=2) * self.block_q
         missing_rows = self.num_q_tiles * self.block_q - self.s_q
         if missing_rows:
-            last_rows = np.empty((self.b, self.h_mask, self.num_k_tiles), bool)  # is the last row tile visited?
+            last_rows = np.empty(
+                (self.b, self.h_mask, self.num_k_tiles), bool
+            )  # is the last row tile visited?
             for index in np.ndindex(last_rows.shape):
                 begin = (self.num_q_tiles - 1) * self.block_q
-                last_rows[index] = self.classify(begin, self.s_q, index[2], b_idx=index[0], h_mask_idx=index[1]) != 0
+                last_rows[index] = (
+                    self.classify(begin, self.s_q, index[2], b_idx=index[0], h_mask_idx=index[1]) != 0
+                )
             pairs = pairs - (last_rows * k_width).sum(axis=2) * missing_rows
         return pairs
 
@@ -171,7 +179,7 @@ class BlockSchedule:
         return float(self.num_block_pairs.sum() / total) if total else 0.0
 
     def _whole_tiles(self, runs: Int32Array) -> tuple[Int64Array, Int64Array]:
-        """Row tiles [first, last) that lie wholly in each run; the last tile ends at s_q. Shapes of runs[..., 0]."""
+        """Row tiles [first, last) that lie wholly in each run; shapes of runs[..., 0]."""
         begin, end = runs[..., 0].astype(np.int64), runs[..., 1].astype(np.int64)
         first = -(-begin // self.block_q)
         last = np.where((end == self.s_q) & (begin < end), self.num_q_tiles, end // self.block_q)
@@ -217,7 +225,12 @@ class BlockSchedule:
         k_first, k_last = _touched_entries(np.arange(tiles.start, tiles.stop), self.block_k, self.s_k)
         area = np.zeros((block_mask.shape[0] + 1, block_mask.shape[1] + 1), np.int64)  # summed-area table
         area[1:, 1:] = block_mask.cumsum(axis=0, dtype=np.int64).cumsum(axis=1)
-        kept = area[q_last][:, k_last] - area[q_first][:, k_last] - area[q_last][:, k_first] + area[q_first][:, k_first]
+        kept = (
+            area[q_last][:, k_last]
+            - area[q_first][:, k_last]
+            - area[q_last][:, k_first]
+            + area[q_first][:, k_first]
+        )
         size = (q_last - q_first)[:, None] * (k_last - k_first)[None, :]
         return (kept > 0).T, (kept == size).T
 
@@ -233,7 +246,7 @@ def build_schedule(mask: ColumnMask, block_q: int = 128, block_k: int = 128) -> 
     hidden = mask.hidden_intervals()  # [3, b, h_mask, s_k] each
     visible = intervals.gaps(hidden, mask.s_q)  # [4, b, h_mask, s_k] each
     num_k_tiles = -(-mask.s_k // block_k)
-    # Rows hidden by all columns are those that no visible interval of any column covers, and the other way round.
+    # Rows hidden by all columns are those that no visible interval of any column covers, and vice versa.
     return BlockSchedule(
         hidden_runs=_tile_gaps(visible, mask.s_q, num_k_tiles, block_k),
         clear_runs=_tile_gaps(hidden, mask.s_q, num_k_tiles, block_k),
@@ -253,11 +266,14 @@ def visible_pairs_per_row(mask: ColumnMask) -> Int64Array:
         ValueError: the mask has a block_mask (ask the tile counts instead).
     """
     if mask.block_mask is not None:
-        raise ValueError("visible_pairs_per_row: a mask with block_mask is not served; use BlockSchedule's tile counts")
+        raise ValueError(
+            "visible_pairs_per_row: a mask with block_mask is not served; use BlockSchedule's tile counts"
+        )
     begin, end = intervals.gaps(mask.hidden_intervals(), mask.s_q)  # [4, b, h_mask, s_k] each
     counts = np.empty((mask.b, mask.h_mask, mask.s_q), np.int64)
     for plane in np.ndindex(mask.b, mask.h_mask):
-        first, last = begin[(slice(None), *plane)], end[(slice(None), *plane)]
+        index: Any = (slice(None), *plane)
+        first, last = begin[index], end[index]
         is_used = first < last
         size = mask.s_q + 1
         edges = np.bincount(first[is_used], minlength=size) - np.bincount(last[is_used], minlength=size)
@@ -280,7 +296,8 @@ def _tile_gaps(family: intervals.Family, s_q: int, num_k_tiles: int, block_k: in
     slots, b, h_mask, s_k = family[0].shape
     padding = num_k_tiles * block_k - s_k
     begin, end = (
-        np.pad(x, ((0, 0),) * 3 + ((0, padding),)).reshape(slots, b * h_mask * num_k_tiles, block_k) for x in family
+        np.pad(x, ((0, 0),) * 3 + ((0, padding),)).reshape(slots, b * h_mask * num_k_tiles, block_k)
+        for x in family
     )  # [slots, tiles, block_k]; a padded column's intervals are empty
     empty = begin >= end
     low, high = np.int32(0), np.int32(s_q)
@@ -292,25 +309,31 @@ def _tile_gaps(family: intervals.Family, s_q: int, num_k_tiles: int, block_k: in
     needs_sweep = np.flatnonzero((last_begin > first_end).any(axis=0))
     for chunk_begin in range(0, len(needs_sweep), _SWEEP_CHUNK_TILES):
         tiles = needs_sweep[chunk_begin : chunk_begin + _SWEEP_CHUNK_TILES]
-        every = tuple(x[:, tiles].transpose(0, 2, 1).reshape(slots * block_k, len(tiles)) for x in (begin, end))
+        every = tuple(
+            x[:, tiles].transpose(0, 2, 1).reshape(slots * block_k, len(tiles)) for x in (begin, end)
+        )
         runs[tiles] = _longest_runs(intervals.gaps(every, s_q))  # type: ignore[arg-type]
     return runs.reshape(b, h_mask, num_k_tiles, MAX_RUNS, 2)
 
 
 def _longest_runs(family: intervals.Family) -> Int32Array:
-    """The kept runs ``[tiles, 4, 2]`` of ascending runs ``[slots, tiles]``: longest, then earliest; ascending."""
+    """The kept ``[tiles, 4, 2]`` of ascending runs ``[slots, tiles]``: longest, then earliest; ascending."""
     begin, end = family
     if begin.shape[0] < MAX_RUNS:
         missing = ((0, MAX_RUNS - begin.shape[0]), (0, 0))
         begin, end = np.pad(begin, missing), np.pad(end, missing)
     length = np.maximum(end - begin, 0)  # [slots, tiles]
-    kept = np.argsort(-length, axis=0, kind="stable")[:MAX_RUNS]  # slots ascend by begin, so ties keep the earlier
+    kept = np.argsort(-length, axis=0, kind="stable")[
+        :MAX_RUNS
+    ]  # slots ascend by begin, so ties keep the earlier
     is_used = np.take_along_axis(length, kept, axis=0) > 0
     slot = np.where(is_used, kept, begin.shape[0])  # unused last
     order = np.sort(slot, axis=0)  # [4, tiles]
     is_used = order < begin.shape[0]
     order = np.where(is_used, order, 0)
-    runs = [np.where(is_used, np.take_along_axis(x, order, axis=0), 0).T for x in (begin, end)]  # [tiles, 4] each
+    runs = [
+        np.where(is_used, np.take_along_axis(x, order, axis=0), 0).T for x in (begin, end)
+    ]  # [tiles, 4] each
     return np.stack(runs, axis=-1).astype(np.int32)
 
 
@@ -330,7 +353,8 @@ def _count_visible_pairs(visible: intervals.Family, mask: ColumnMask) -> Int64Ar
             whole = kept_above[entry, tile_of_column] * BLOCK_MASK_TILE  # noqa: B023 - used in this turn only
             return whole + kept_padded[entry, tile_of_column] * (row % BLOCK_MASK_TILE)  # noqa: B023
 
-        for begin, end in zip(*(x[(slice(None), *plane)].astype(np.int64) for x in visible), strict=True):
+        index: Any = (slice(None), *plane)
+        for begin, end in zip(*(x[index].astype(np.int64) for x in visible), strict=True):
             is_used = begin < end
             counts[plane] += (kept_rows_before(end) - kept_rows_before(begin))[is_used].sum()
     return counts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures: masks and their tiles, loss curves, per-rank load. matplotlib (Agg) is imported on first use only."""
+"""Pictures: masks and their tiles, loss curves, per-rank load. matplotlib (Agg) is imported on first use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paddle_fm3.mask.column_mask import ColumnMask
 from paddle_fm3.schedule import TileClass, build_schedule
@@ -24,7 +25,9 @@ _BAR_COLOUR = "#1f4e79"
 _MARK_COLOUR = "#b4542b"
 
 
-def new_figure(num_panels: int, *, panel_inches: tuple[float, float] = (5.0, 4.2)) -> tuple[Figure, list[Axes]]:
+def new_figure(
+    num_panels: int, *, panel_inches: tuple[float, float] = (5.0, 4.2)
+) -> tuple[Figure, list[Axes]]:
     """A figure with panels side by side that needs no display; save it with `save`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -43,7 +46,9 @@ def save(figure: Figure, path: str | Path) -> Path:
     return path
 
 
-def save_mask(mask: ColumnMask, path: str | Path, *, title: str = "", b_idx: int = 0, h_mask_idx: int = 0) -> Path:
+def save_mask(
+    mask: ColumnMask, path: str | Path, *, title: str = "", b_idx: int = 0, h_mask_idx: int = 0
+) -> Path:
     """PNG of one plane: what is visible, and the classes of its 128 x 128 tiles."""
     figure, (left, right) = new_figure(2)
     draw_mask(left, mask, b_idx=b_idx, h_mask_idx=h_mask_idx, title=title or "visible pairs")
@@ -51,21 +56,33 @@ def save_mask(mask: ColumnMask, path: str | Path, *, title: str = "", b_idx: int
     return save(figure, path)
 
 
-def draw_mask(axes: Axes, mask: ColumnMask, *, b_idx: int = 0, h_mask_idx: int = 0, title: str = "visible pairs") -> None:
-    """The mask at up to 512 x 512 pixels; a pixel is dark, mid or pale as all, some or none of its pairs are visible."""
+def draw_mask(
+    axes: Axes, mask: ColumnMask, *, b_idx: int = 0, h_mask_idx: int = 0, title: str = "visible pairs"
+) -> None:
+    """The mask at up to 512 x 512 pixels: dark, mid or pale as all, some or none of its pairs are visible."""
     block_q, block_k = (max(1, -(-size // _MAX_PIXELS)) for size in (mask.s_q, mask.s_k))
     _draw_classes(axes, mask, block_q, block_k, b_idx, h_mask_idx, title)
 
 
 def draw_tiles(
-    axes: Axes, mask: ColumnMask, *, block: int = 128, b_idx: int = 0, h_mask_idx: int = 0, title: str | None = None
+    axes: Axes,
+    mask: ColumnMask,
+    *,
+    block: int = 128,
+    b_idx: int = 0,
+    h_mask_idx: int = 0,
+    title: str | None = None,
 ) -> None:
     """The class of every ``block`` x ``block`` tile, with the share of each in the legend."""
     classes = _draw_classes(axes, mask, block, block, b_idx, h_mask_idx, title or f"{block} x {block} tiles")
     from matplotlib.patches import Patch
 
     handles = [
-        Patch(facecolor=CLASS_COLOURS[c], edgecolor="grey", label=f"{CLASS_LABELS[c]} {np.mean(classes == c):.1%}")
+        Patch(
+            facecolor=CLASS_COLOURS[c],
+            edgecolor="grey",
+            label=f"{CLASS_LABELS[c]} {np.mean(classes == c):.1%}",
+        )
         for c in TileClass
         if classes.size
     ]
@@ -73,7 +90,9 @@ def draw_tiles(
         axes.legend(handles=handles, loc="upper right", fontsize=8)
 
 
-def draw_loss(axes: Axes, losses: Mapping[str, Sequence[float]] | Sequence[float], *, title: str = "loss") -> None:
+def draw_loss(
+    axes: Axes, losses: Mapping[str, Sequence[float]] | Sequence[float], *, title: str = "loss"
+) -> None:
     """Loss a step; several named curves if a mapping is given."""
     named = losses if isinstance(losses, Mapping) else {"": losses}
     for name, values in named.items():
@@ -84,7 +103,9 @@ def draw_loss(axes: Axes, losses: Mapping[str, Sequence[float]] | Sequence[float
         axes.legend(fontsize=8)
 
 
-def draw_rank_load(axes: Axes, load: Sequence[float], *, unit: str = "visible tiles", title: str = "load by rank") -> None:
+def draw_rank_load(
+    axes: Axes, load: Sequence[float], *, unit: str = "visible tiles", title: str = "load by rank"
+) -> None:
     """One bar a rank, the mean as a line, and how far the heaviest rank is above it."""
     values = np.asarray(load, np.float64)
     axes.bar(np.arange(len(values)), values, color=_BAR_COLOUR)
@@ -98,7 +119,7 @@ def draw_rank_load(axes: Axes, load: Sequence[float], *, unit: str = "visible ti
 
 def _draw_classes(
     axes: Axes, mask: ColumnMask, block_q: int, block_k: int, b_idx: int, h_mask_idx: int, title: str
-) -> np.ndarray:
+) -> NDArray[np.int8]:
     from matplotlib.colors import BoundaryNorm, ListedColormap
 
     plane = mask.select(b=slice(b_idx, b_idx + 1), h_mask=slice(h_mask_idx, h_mask_idx + 1))

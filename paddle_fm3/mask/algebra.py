@@ -14,12 +14,12 @@ from paddle_fm3.mask.encoding import encode_hidden
 def intersect(*masks: ColumnMask) -> ColumnMask:
     """Visible where every mask is: for example a document mask and a window, or a mask and key padding.
 
-    b of 1 is repeated; so are mask heads, if the smaller h_mask divides the larger. block_masks are combined tile by
-    tile and stay a block_mask (see `without_block_mask`).
+    b of 1 is repeated; so are mask heads, if the smaller h_mask divides the larger. block_masks are combined
+    tile by tile and stay a block_mask (see `without_block_mask`).
 
     Raises:
-        ValueError: no mask, unequal sizes, or a column that would need more than two intervals (or the causal rule
-            and more than one); the message names the column and the rows it hides.
+        ValueError: no mask, unequal sizes, or a column that would need more than two intervals (or the causal
+            rule and more than one); the message names the column and the rows it hides.
     """
     if not masks:
         raise ValueError("intersect: needs at least one mask")
@@ -50,16 +50,11 @@ def expand(mask: ColumnMask, *, b: int | None = None, h_mask: int | None = None)
     if (b, h_mask) == (mask.b, mask.h_mask):
         return mask
 
-    def repeated(table: NDArray[np.int32]) -> NDArray[np.int32]:
-        table = np.repeat(table, h_mask // mask.h_mask, axis=1)
-        return np.broadcast_to(table, (b, *table.shape[1:]))
+    def repeated(stored: NDArray[np.int32]) -> NDArray[np.int32]:
+        stored = np.repeat(stored, h_mask // mask.h_mask, axis=1)
+        return np.broadcast_to(stored, (b, *stored.shape[1:]))
 
-    return ColumnMask(
-        *(repeated(bound) for bound in (mask.lt_begin, mask.lt_end, mask.ut_begin, mask.ut_end)),
-        s_q=mask.s_q,
-        is_causal=mask.is_causal,
-        block_mask=None if mask.block_mask is None else repeated(mask.block_mask),
-    )
+    return mask.mapped(repeated)
 
 
 def without_block_mask(mask: ColumnMask) -> ColumnMask:
@@ -73,14 +68,19 @@ def without_block_mask(mask: ColumnMask) -> ColumnMask:
     hidden = mask.hidden_intervals()  # [3, b, h_mask, s_k] each
     runs = hidden_runs(np.moveaxis(mask.block_mask == 0, 2, 0))  # [runs, b, h_mask, k entries], in entries
     column_entry = np.arange(mask.s_k) // BLOCK_MASK_TILE
-    begin, end = (np.minimum(x.astype(np.int64) * BLOCK_MASK_TILE, mask.s_q).astype(np.int32)[..., column_entry] for x in runs)
+    begin, end = (
+        np.minimum(x.astype(np.int64) * BLOCK_MASK_TILE, mask.s_q).astype(np.int32)[..., column_entry]
+        for x in runs
+    )
     family = np.concatenate([hidden[0], begin]), np.concatenate([hidden[1], end])
-    bounds, is_causal = encode_hidden(family, mask.s_q, prefers_causal=mask.is_causal, who="without_block_mask")
+    bounds, is_causal = encode_hidden(
+        family, mask.s_q, prefers_causal=mask.is_causal, who="without_block_mask"
+    )
     return ColumnMask.from_bounds(bounds, is_causal=is_causal, s_q=mask.s_q)
 
 
 def hidden_runs(is_hidden: NDArray[np.bool_]) -> intervals.Family:
-    """Runs of True along axis 0 of ``[s_q, ...]`` as a family with as many slots as the busiest column needs (>= 2)."""
+    """Runs of True along axis 0 of ``[s_q, ...]``; as many slots as the busiest column needs (>= 2)."""
     edge = np.zeros((1, *is_hidden.shape[1:]), bool)
     padded = np.concatenate([edge, is_hidden, edge])
     begins, ends = padded[1:] & ~padded[:-1], ~padded[1:] & padded[:-1]  # [s_q + 1, ...]

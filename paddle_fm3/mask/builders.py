@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -73,15 +74,20 @@ def share_question(groups: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[
     """Causal; each group is one question and several answers that do not see one another.
 
     Args:
-        groups: lengths ``[question, answer, answer, ...]`` of each group packed into a sequence, or a batch of such lists.
+        groups: lengths ``[question, answer, answer, ...]`` of each group packed into a sequence, or a batch
+            of such lists.
     """
-    batch = groups if groups and isinstance(groups[0][0], Sequence) else [groups]
+    batch: Any = groups if groups and isinstance(groups[0][0], Sequence) else [groups]
     rows = []
     for sample in batch:
         ends: list[Int32Array] = []
         begin = 0
         for group in sample:
-            _check(len(group) > 0 and min(group) >= 0, "share_question", f"group {list(group)} needs lengths >= 0")
+            _check(
+                len(group) > 0 and min(group) >= 0,
+                "share_question",
+                f"group {list(group)} needs lengths >= 0",
+            )
             part_ends = begin + np.cumsum(group)  # [1 + answers]
             part_ends[0] = begin = int(part_ends[-1])  # the question stays visible to the end of its group
             ends.append(np.repeat(part_ends, group))
@@ -92,7 +98,11 @@ def share_question(groups: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[
 
 def global_sliding_window(s: int, num_global: int, left: int, right: int, *, b: int = 1) -> ColumnMask:
     """Row q sees key k iff k < num_global, or q < num_global, or -right <= q - k <= left."""
-    _check(min(num_global, left, right) >= 0, "global_sliding_window", f"{num_global=}, {left=}, {right=} must be >= 0")
+    _check(
+        min(num_global, left, right) >= 0,
+        "global_sliding_window",
+        f"{num_global=}, {left=}, {right=} must be >= 0",
+    )
     column = _arange(s)
     is_global = column < num_global
     bounds = [
@@ -105,7 +115,7 @@ def global_sliding_window(s: int, num_global: int, left: int, right: int, *, b: 
 
 
 def causal_blockwise(documents: Documents) -> ColumnMask:
-    """Causal inside each document, and the last document sees every earlier token (demonstrations, then a query)."""
+    """Causal inside each document; the last one sees every earlier token (demonstrations, then a query)."""
     begin, end = _document_bounds("causal_blockwise", documents, None, joins_tail=False)
     s = end.shape[1]
     last_begin = begin[:, -1:]  # [b, 1]
@@ -122,7 +132,7 @@ def prefix_lm_document(documents: Documents, prefixes: Documents) -> ColumnMask:
         _check(
             len(lengths) == len(prefix) and all(0 <= p <= n for p, n in zip(prefix, lengths, strict=False)),
             "prefix_lm_document",
-            f"prefixes {list(prefix)} of sample {b_idx} must be one per document, each within {list(lengths)}",
+            f"prefixes {list(prefix)} of sample {b_idx} must be one a document, each within {list(lengths)}",
         )
         column = _arange(begin.shape[1])
         is_prefix = column - begin[b_idx] < np.repeat(np.asarray(prefix, np.int64), lengths)
@@ -138,7 +148,7 @@ def prefix_lm_causal(s: int, prefix: int, *, b: int = 1) -> ColumnMask:
 
 
 def qk_sparse(s: int, dropped: Sequence[tuple[int, int]], *, b: int = 1) -> ColumnMask:
-    """Causal; a key of a dropped range (begin, end) is hidden from every row before `end` and visible after."""
+    """Causal; a key of a dropped range (begin, end) is hidden from every row before `end`, not after."""
     lt_begin = np.zeros(s, np.int64)
     lt_end = np.zeros(s, np.int64)
     for begin, end in dropped:
@@ -178,7 +188,7 @@ def bucketed(
     """Hash-sparse attention: queries and keys sorted by bucket see one another inside a bucket only.
 
     Args:
-        q_bucket, k_bucket: bucket of each row ``[b, h_mask, s_q]`` and key ``[b, h_mask, s_k]``, ascending along s.
+        q_bucket, k_bucket: bucket of each row ``[b, h_mask, s_q]`` and key ``[b, h_mask, s_k]``, ascending.
         q_position, k_position: their positions before sorting, ascending inside a bucket; if given, row q
             sees key k only if ``k_position <= q_position`` as well.
     """
@@ -186,9 +196,13 @@ def bucketed(
     _check(
         q_bucket.ndim == k_bucket.ndim == 3 and q_bucket.shape[:2] == k_bucket.shape[:2],
         "bucketed",
-        f"q_bucket {q_bucket.shape} and k_bucket {k_bucket.shape} must be [b, h_mask, s] with equal b and h_mask",
+        f"q_bucket {q_bucket.shape}, k_bucket {k_bucket.shape} must be [b, h_mask, s], b and h_mask equal",
     )
-    _check((q_position is None) == (k_position is None), "bucketed", "give both q_position and k_position, or neither")
+    _check(
+        (q_position is None) == (k_position is None),
+        "bucketed",
+        "give both q_position and k_position, or neither",
+    )
     q_key, k_key = q_bucket, k_bucket
     if q_position is not None:
         # One number that ascends with (bucket, position).
@@ -196,7 +210,11 @@ def bucketed(
         span = 1 + max(q_position.max(initial=0), k_position.max(initial=0))
         q_key, k_key = q_bucket * span + q_position, k_bucket * span + k_position
     for name, key in (("q", q_key), ("k", k_key)):
-        _check(bool((np.diff(key) >= 0).all()), "bucketed", f"{name}_bucket (and {name}_position inside it) must ascend")
+        _check(
+            bool((np.diff(key) >= 0).all()),
+            "bucketed",
+            f"{name}_bucket (and {name}_position inside it) must ascend",
+        )
     lt_begin = _searchsorted(q_bucket, k_bucket, "right")
     ut_end = _searchsorted(q_key, k_key, "left")
     bounds = np.stack([lt_begin, ut_end], -1).astype(np.int32)
@@ -204,9 +222,13 @@ def bucketed(
 
 
 def key_padding(is_key_valid: ArrayLike, *, s_q: int | None = None, is_causal: bool = False) -> ColumnMask:
-    """Keys marked False in ``is_key_valid [b, s_k]`` are hidden from every row; padded rows are left alone."""
+    """Keys marked False in ``is_key_valid [b, s_k]`` are hidden from every row; no row is hidden."""
     is_key_valid = np.asarray(is_key_valid, bool)
-    _check(is_key_valid.ndim == 2, "key_padding", f"is_key_valid.shape is {is_key_valid.shape}; expected [b, s_k]")
+    _check(
+        is_key_valid.ndim == 2,
+        "key_padding",
+        f"is_key_valid.shape is {is_key_valid.shape}; expected [b, s_k]",
+    )
     s_q = is_key_valid.shape[1] if s_q is None else s_q
     lt_begin = np.where(is_key_valid, s_q, 0)
     bounds = [lt_begin] if is_causal else [lt_begin, np.zeros_like(lt_begin)]
@@ -214,11 +236,16 @@ def key_padding(is_key_valid: ArrayLike, *, s_q: int | None = None, is_causal: b
 
 
 def block_sparse(mask: ColumnMask, keep_tile: Callable[[int, int], bool] | ArrayLike) -> ColumnMask:
-    """`mask` without the 128 x 128 tiles that `keep_tile` drops: a table ``[b, h_mask, q_tiles, k_tiles]`` or a predicate."""
+    """`mask` without the 128 x 128 tiles that `keep_tile` drops.
+
+    `keep_tile` is a 0/1 table ``[b, h_mask, q_tiles, k_tiles]`` or a predicate ``(q_tile_idx, k_tile_idx)``.
+    """
     if not callable(keep_tile):
         return mask.with_block_mask(keep_tile)
     num_q_tiles, num_k_tiles = -(-mask.s_q // 128), -(-mask.s_k // 128)
-    table = np.array([[bool(keep_tile(q, k)) for k in range(num_k_tiles)] for q in range(num_q_tiles)], np.int32)
+    table = np.array(
+        [[bool(keep_tile(q, k)) for k in range(num_k_tiles)] for q in range(num_q_tiles)], np.int32
+    )
     shape = (mask.b, mask.h_mask, num_q_tiles, num_k_tiles)
     return mask.with_block_mask(np.broadcast_to(table.reshape(num_q_tiles, num_k_tiles), shape))
 
@@ -235,27 +262,27 @@ def _arange(s: int) -> NDArray[np.int64]:
     return np.arange(s, dtype=np.int64)
 
 
-def _rows(values: NDArray, s_q: int) -> Int32Array:
+def _rows(values: NDArray[Any], s_q: int) -> Int32Array:
     """Clipped to [0, s_q], where int32 is safe."""
     return np.clip(values, 0, s_q).astype(np.int32)
 
 
-def _from(bounds: Sequence[NDArray], s_q: int, *, is_causal: bool) -> ColumnMask:
+def _from(bounds: Sequence[NDArray[Any]], s_q: int, *, is_causal: bool) -> ColumnMask:
     """ColumnMask from bounds of shape [b, s_k] or [b, h_mask, s_k]."""
     stacked = _rows(np.stack(bounds, axis=-1), s_q)  # [b, (h_mask,) s_k, n]
     stacked = stacked[:, None] if stacked.ndim == 3 else stacked
     return ColumnMask.from_bounds(stacked, is_causal=is_causal, s_q=s_q)
 
 
-def _lower(lt_begin: NDArray, s_q: int) -> ColumnMask:
+def _lower(lt_begin: NDArray[Any], s_q: int) -> ColumnMask:
     return _from([lt_begin], s_q, is_causal=True)
 
 
-def _outer(lt_begin: NDArray, ut_end: NDArray, s_q: int) -> ColumnMask:
+def _outer(lt_begin: NDArray[Any], ut_end: NDArray[Any], s_q: int) -> ColumnMask:
     return _from([lt_begin, ut_end], s_q, is_causal=False)
 
 
-def _both(bounds: Sequence[NDArray], s_q: int) -> ColumnMask:
+def _both(bounds: Sequence[NDArray[Any]], s_q: int) -> ColumnMask:
     return _from(bounds, s_q, is_causal=False)
 
 
@@ -270,9 +297,13 @@ def _batched(documents: Documents) -> Sequence[Sequence[int]]:
     return [documents]  # type: ignore[list-item]
 
 
-def _stacked(builder: str, rows: Sequence[NDArray]) -> NDArray[np.int64]:
+def _stacked(builder: str, rows: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
     sizes = {len(row) for row in rows}
-    _check(len(sizes) == 1, builder, f"samples of a batch must be equally long, got {[len(row) for row in rows]} tokens")
+    _check(
+        len(sizes) == 1,
+        builder,
+        f"samples of a batch must be equally long, got {[len(row) for row in rows]} tokens",
+    )
     return np.stack(rows)
 
 

@@ -9,6 +9,7 @@ bound count again.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -131,20 +132,21 @@ class ColumnMask:
         if (is_causal, num_bounds) not in BOUND_FORMS:
             legal = "; ".join(f"causal={c}, n={n} is {text}" for (c, n), text in BOUND_FORMS.items())
             raise ValueError(
-                f"ColumnMask: startend_row_indices has n={num_bounds} bounds with causal={is_causal}; legal: {legal}"
+                f"ColumnMask: startend_row_indices has n={num_bounds} bounds with causal={is_causal}; "
+                f"legal: {legal}"
             )
         columns = [np.ascontiguousarray(bounds[..., bound_idx]) for bound_idx in range(num_bounds)]
         zeros = np.zeros(bounds.shape[:3], np.int32)
         ends = np.full(bounds.shape[:3], s_q, np.int32)
-        if num_bounds == 1:
-            named = (columns[0], ends, zeros, zeros)
-        elif num_bounds == 4:
-            named = tuple(columns)
-        elif is_causal:
-            named = (columns[0], columns[1], zeros, zeros)
-        else:
-            named = (columns[0], ends, zeros, columns[1])
-        return cls(*named, s_q=s_q, is_causal=is_causal, block_mask=block_mask)
+        lt_begin, lt_end, ut_begin, ut_end = columns[0], ends, zeros, zeros
+        if num_bounds == 4:
+            lt_end, ut_begin, ut_end = columns[1:]
+        elif num_bounds == 2 and is_causal:
+            lt_end = columns[1]
+        elif num_bounds == 2:
+            ut_end = columns[1]
+        tiles = None if block_mask is None else np.asarray(block_mask)
+        return cls(lt_begin, lt_end, ut_begin, ut_end, s_q=s_q, is_causal=is_causal, block_mask=tiles)
 
     def hidden_intervals(self) -> intervals.Family:
         """Rows hidden from each column, causal rule included and block_mask not, as they are stored.
@@ -155,7 +157,9 @@ class ColumnMask:
         if self.is_causal:
             causal_end[:] = causal_ends(self.s_q, self.s_k)
         zeros = np.zeros(self.lt_begin.shape, np.int32)
-        return np.stack([zeros, self.lt_begin, self.ut_begin]), np.stack([causal_end, self.lt_end, self.ut_end])
+        return np.stack([zeros, self.lt_begin, self.ut_begin]), np.stack(
+            [causal_end, self.lt_end, self.ut_end]
+        )
 
     def visible(self, q_idx: int, k_idx: int, *, b_idx: int = 0, h_mask_idx: int = 0) -> bool:
         """Whether query row ``q_idx`` sees key ``k_idx``."""
@@ -188,7 +192,9 @@ class ColumnMask:
         for slot in range(3):
             visible &= (q_idx < begin[slot, :, :, None, :]) | (q_idx >= end[slot, :, :, None, :])
         if self.block_mask is not None:
-            kept = self.block_mask.astype(bool).repeat(BLOCK_MASK_TILE, axis=2).repeat(BLOCK_MASK_TILE, axis=3)
+            kept = (
+                self.block_mask.astype(bool).repeat(BLOCK_MASK_TILE, axis=2).repeat(BLOCK_MASK_TILE, axis=3)
+            )
             visible &= kept[:, :, : self.s_q, : self.s_k]
         return visible
 
@@ -222,34 +228,50 @@ class ColumnMask:
         if needs_third.any():
             column = tuple(int(i) for i in np.argwhere(needs_third)[0])
             raise ValueError(
-                f"ColumnMask.to_noncausal: column (b, h_mask, k) = {column} hides {interval_text((begin, end), column)} "
+                f"ColumnMask.to_noncausal: column (b, h_mask, k) = {column} hides "
+                f"{interval_text((begin, end), column)} "
                 "with the causal rule written out; a column holds two intervals"
             )
-        # The head, if any, goes to the upper interval: that is the one which stands for "before the diagonal".
+        # The head, if any, goes to the upper interval, which by custom stands for "before the diagonal".
         is_head = (begin[0] < end[0]) & (begin[0] == 0)
         upper = np.where(is_head, begin[0], begin[1]), np.where(is_head, end[0], end[1])
         lower = np.where(is_head, begin[1], begin[0]), np.where(is_head, end[1], end[0])
-        return ColumnMask(*lower, *upper, s_q=self.s_q, is_causal=False, block_mask=self.block_mask)
+        return ColumnMask(
+            lower[0], lower[1], upper[0], upper[1], s_q=self.s_q, is_causal=False, block_mask=self.block_mask
+        )
+
+    def mapped(self, function: Callable[[Int32Array], Int32Array]) -> ColumnMask:
+        """The mask with ``function`` applied to each stored array; their axes 0 and 1 are b and h_mask."""
+        return ColumnMask(
+            function(self.lt_begin),
+            function(self.lt_end),
+            function(self.ut_begin),
+            function(self.ut_end),
+            s_q=self.s_q,
+            is_causal=self.is_causal,
+            block_mask=None if self.block_mask is None else function(self.block_mask),
+        )
 
     def select(self, *, b: slice | None = None, h_mask: slice | None = None) -> ColumnMask:
         """The mask of some batch entries and mask heads (slices, so that the axes stay)."""
-        for name, part in (("b", b), ("h_mask", h_mask)):
-            if not isinstance(part, slice | None):
-                raise TypeError(f"ColumnMask.select: {name}={part!r} is no slice; write slice(i, i + 1) for one")
-        part = (b or slice(None), h_mask or slice(None))
-        bounds = (self.lt_begin, self.lt_end, self.ut_begin, self.ut_end)
-        block_mask = None if self.block_mask is None else self.block_mask[part]
-        return ColumnMask(*(x[part] for x in bounds), s_q=self.s_q, is_causal=self.is_causal, block_mask=block_mask)
+        for name, wanted in (("b", b), ("h_mask", h_mask)):
+            if not isinstance(wanted, slice | None):
+                raise TypeError(f"ColumnMask.select: {name}={wanted!r} is no slice; for one: slice(i, i + 1)")
+        return self.mapped(lambda stored: stored[b or slice(None), h_mask or slice(None)])
 
     def with_block_mask(self, block_mask: ArrayLike | None) -> ColumnMask:
         """This mask with another ``block_mask`` (int 0/1 ``[b, h_mask, ceil(s_q/128), ceil(s_k/128)]``)."""
-        return replace(self, block_mask=block_mask)
+        return replace(self, block_mask=None if block_mask is None else np.asarray(block_mask))
 
     def content_hash(self) -> str:
         """Hexadecimal digest of everything stored: equal masks have equal digests, in any process."""
         digest = hashlib.blake2b(digest_size=16)
         has_block_mask = self.block_mask is not None
-        digest.update(np.array([self.b, self.h_mask, self.s_k, self.s_q, self.is_causal, has_block_mask], "<i8").tobytes())
+        digest.update(
+            np.array(
+                [self.b, self.h_mask, self.s_k, self.s_q, self.is_causal, has_block_mask], "<i8"
+            ).tobytes()
+        )
         for bound in (self.lt_begin, self.lt_end, self.ut_begin, self.ut_end):
             digest.update(np.ascontiguousarray(bound, "<i4").data)
         if has_block_mask:
@@ -257,10 +279,14 @@ class ColumnMask:
         return digest.hexdigest()
 
     def __eq__(self, other: object) -> bool:
-        """Same stored content (two masks may hide the same pairs and still differ here; see `same_visibility`)."""
+        """Same stored content. Masks that hide the same pairs may differ here: see `same_visibility`."""
         if not isinstance(other, ColumnMask):
             return NotImplemented
-        if (self.s_q, self.is_causal, self.lt_begin.shape) != (other.s_q, other.is_causal, other.lt_begin.shape):
+        if (self.s_q, self.is_causal, self.lt_begin.shape) != (
+            other.s_q,
+            other.is_causal,
+            other.lt_begin.shape,
+        ):
             return False
         names = ("lt_begin", "lt_end", "ut_begin", "ut_end")
         if not all(np.array_equal(getattr(self, name), getattr(other, name)) for name in names):
@@ -273,7 +299,7 @@ class ColumnMask:
         return hash(self.content_hash())
 
     def same_visibility(self, other: ColumnMask) -> bool:
-        """Whether both intervals' unions are the same in every column and the block masks are equal; O(s_k)."""
+        """Whether every column hides the same rows and the block masks are equal; O(s_k)."""
         if (self.s_q, self.lt_begin.shape) != (other.s_q, other.lt_begin.shape):
             return False
         mine = intervals.union(self.hidden_intervals(), self.s_q)
@@ -285,7 +311,9 @@ class ColumnMask:
 
     def _block_mask_or_ones(self) -> Int32Array:
         tiles = (-(-self.s_q // BLOCK_MASK_TILE), -(-self.s_k // BLOCK_MASK_TILE))
-        return np.ones((self.b, self.h_mask, *tiles), np.int32) if self.block_mask is None else self.block_mask
+        return (
+            np.ones((self.b, self.h_mask, *tiles), np.int32) if self.block_mask is None else self.block_mask
+        )
 
     def __repr__(self) -> str:
         block = "" if self.block_mask is None else ", block_mask"

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From hidden intervals back to the input format: which `startend_row_indices` carry a mask, most compact first."""
+"""From hidden intervals back to the input format: the most compact `startend_row_indices` of a mask."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +15,14 @@ Int32Array = NDArray[np.int32]
 
 
 def causal_ends(s_q: int, s_k: int) -> Int32Array:
-    """First row that the causal rule lets see each key, ``[s_k]`` in ``[0, s_q]``: rows before it are hidden."""
+    """First row that the causal rule lets see each key, ``[s_k]`` in ``[0, s_q]``: it hides rows before."""
     return np.clip(np.arange(s_k, dtype=np.int64) - (s_k - s_q), 0, s_q).astype(np.int32)
 
 
 def interval_text(family: Family, column: tuple[int, ...]) -> str:
     """``[3, 7), [9, 12)`` of one column of a family, for messages."""
-    begin, end = (x[(slice(None), *column)] for x in family)
+    index: Any = (slice(None), *column)
+    begin, end = (x[index] for x in family)
     shown = [f"[{low}, {high})" for low, high in zip(begin.tolist(), end.tolist(), strict=True) if low < high]
     return ", ".join(shown) or "nothing"
 
@@ -34,8 +37,8 @@ def encode_hidden(hidden: Family, s_q: int, *, prefers_causal: bool, who: str) -
         who: the caller's name, for the message.
 
     Raises:
-        ValueError: more than two separate intervals in some column, whether or not the causal rule takes one of them;
-            the message names the first such column and shows what it hides.
+        ValueError: more than two separate intervals in some column, whether or not the causal rule takes one
+            of them; the message names the first such column and shows what it hides.
     """
     begin, end = intervals.union(hidden, s_q)  # [slots, b, h_mask, s_k] each, ascending
     below = _below_diagonal((begin, end), s_q)
@@ -52,15 +55,15 @@ def encode_hidden(hidden: Family, s_q: int, *, prefers_causal: bool, who: str) -
     if too_many.any():
         column = tuple(int(i) for i in np.argwhere(too_many)[0])
         raise ValueError(
-            f"{who}: column (b, h_mask, k) = {column} hides rows {interval_text((begin, end), column)} of {s_q}; the mask "
-            f"format carries two intervals a column, or the causal rule and one ({int(too_many.sum())} of "
-            f"{too_many.size} columns need more)"
+            f"{who}: column (b, h_mask, k) = {column} hides rows {interval_text((begin, end), column)} "
+            f"of {s_q}; the mask format carries two intervals a column, or the causal rule and one "
+            f"({int(too_many.sum())} of {too_many.size} columns need more)"
         )
     return np.stack([begin[0], end[0], begin[1], end[1]], axis=-1), False
 
 
 def _below_diagonal(every: Family, s_q: int) -> Family | None:
-    """The one interval a column hides besides what the causal rule hides, or None if that is not the mask's shape."""
+    """The one interval each column hides besides the causal rule, or None if some column hides otherwise."""
     begin, end = every
     ends = np.broadcast_to(causal_ends(s_q, begin.shape[-1]), begin.shape[1:])
     hides_all_the_rule_does = (ends == 0) | ((begin[0] <= 0) & (end[0] >= ends))

@@ -7,6 +7,8 @@ axes, up to ``slots`` intervals of rows in ``[0, s_q)``. An interval with begin 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,7 +32,10 @@ def gaps(family: Family, s_q: int) -> Family:
 
 
 def union(family: Family, s_q: int) -> Family:
-    """The same rows as ascending, disjoint, maximal intervals: as many slots, used ones first, the rest [s_q, s_q)."""
+    """The same rows as ascending, disjoint, maximal intervals.
+
+    As many slots, used ones first, the others [s_q, s_q).
+    """
     begin, end = _sorted_by_begin(family, s_q)
     covered_until = np.maximum.accumulate(end, axis=0)
     starts_run = np.ones(begin.shape, bool)
@@ -67,7 +72,7 @@ def _sorted_by_begin(family: Family, s_q: int) -> Family:
     return (packed >> 32).astype(np.int32), (packed & 0x7FFFFFFF).astype(np.int32)
 
 
-def _sorted(values: NDArray) -> NDArray:
+def _sorted(values: NDArray[Any]) -> NDArray[Any]:
     """Ascending along axis 0."""
     if values.shape[0] > _MAX_NETWORK_SLOTS:
         return np.sort(values, axis=0)

@@ -46,7 +46,9 @@ class _Columns:
         is_used = begin < end
         self.visible_begin = np.where(is_used, begin, mask.s_q).min(axis=0).astype(np.int64)  # [s_k]
         self.last_begin = np.where(is_used, begin, 0).max(axis=0).astype(np.int64)  # [s_k]; of the last run
-        self.visible_end = np.where(is_used, end, 0).max(axis=0).astype(np.int64)  # [s_k]; 0 if nothing is visible
+        self.visible_end = (
+            np.where(is_used, end, 0).max(axis=0).astype(np.int64)
+        )  # [s_k]; 0 if nothing is visible
         # End of the run that holds the diagonal, if any.
         diagonal = np.arange(mask.s_k)
         holds = is_used & (begin <= diagonal) & (diagonal < end)
@@ -77,11 +79,17 @@ def _guesses(columns: _Columns) -> Iterator[Guess]:
     yield f"document ({label})", lambda: builders.document(lengths)
     first_prefix = int((columns.visible_begin == 0).sum())
     yield f"prefix-LM causal (prefix {first_prefix})", lambda: builders.prefix_lm_causal(s, first_prefix)
-    yield f"prefix-LM document ({label})", lambda: builders.prefix_lm_document(lengths, _prefixes(columns, lengths))
+    yield (
+        f"prefix-LM document ({label})",
+        lambda: builders.prefix_lm_document(lengths, _prefixes(columns, lengths)),
+    )
     blocks = _blockwise_documents(lengths, int(columns.last_begin[0]))
     yield f"causal blockwise ({len(blocks)} documents)", lambda: builders.causal_blockwise(blocks)
     groups = _groups(columns)
-    yield f"share question ({len(groups)} groups)", lambda: builders.share_question(groups) if groups else None
+    yield (
+        f"share question ({len(groups)} groups)",
+        lambda: builders.share_question(groups) if groups else None,
+    )
     window_or_document = _window_and_documents(columns)
     if window_or_document is not None:
         window_lengths, cut = window_or_document
@@ -93,7 +101,10 @@ def _guesses(columns: _Columns) -> Iterator[Guess]:
         name = f"global + sliding window ({num_global} global, {left} left, {right} right)"
         yield name, lambda: builders.global_sliding_window(s, num_global, left, right)
     dropped = _dropped_ranges(columns)
-    yield f"QK-sparse ({len(dropped)} ranges dropped)", lambda: builders.qk_sparse(s, dropped) if dropped else None
+    yield (
+        f"QK-sparse ({len(dropped)} ranges dropped)",
+        lambda: builders.qk_sparse(s, dropped) if dropped else None,
+    )
 
 
 def _padded_causal(is_key_seen: NDArray[np.bool_], s_q: int) -> ColumnMask | None:
@@ -103,7 +114,7 @@ def _padded_causal(is_key_seen: NDArray[np.bool_], s_q: int) -> ColumnMask | Non
 
 
 def _walk_documents(end: NDArray[np.int64]) -> list[int]:
-    """Lengths of the documents if column k's document ends at end[k]; a nonsensical end closes at the next token."""
+    """Lengths of the documents if column k's document ends at end[k]; a nonsensical end closes at once."""
     lengths, begin = [], 0
     while begin < len(end):
         stop = max(int(end[begin]), begin + 1)
@@ -142,7 +153,7 @@ def _groups(columns: _Columns) -> list[list[int]]:
 
 
 def _window_and_documents(columns: _Columns) -> tuple[list[int], int] | None:
-    """(document lengths, window) of a windowed document mask: a document shows as columns that share an end."""
+    """(document lengths, window) of a windowed document mask: its documents show as shared ends."""
     span = columns.visible_end - np.arange(columns.s_k)
     window = int(span.max())
     if window < 1:
@@ -173,12 +184,8 @@ def _dropped_ranges(columns: _Columns) -> list[tuple[int, int]]:
     """Key ranges whose columns become visible late, as (begin, row where they do)."""
     is_late = columns.visible_begin > np.arange(columns.s_k)
     begins = np.where(is_late, columns.visible_begin, -1)
-    edges = np.flatnonzero(np.diff(begins, prepend=-2, append=-2))
-    return [
-        (int(low), int(begins[low]))
-        for low, high in zip(edges[:-1], edges[1:], strict=True)
-        if begins[low] >= 0 and begins[low] <= columns.s_q
-    ]
+    changes = np.flatnonzero(np.diff(begins, prepend=-1))
+    return [(int(column), int(begins[column])) for column in changes if begins[column] >= 0]
 
 
 def _compact_form(mask: ColumnMask) -> tuple[int, bool] | None:

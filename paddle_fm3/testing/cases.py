@@ -51,7 +51,7 @@ class RawMask:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Shapes, mask and scale of one attention call. `build_mask` makes the mask on demand (it can be large)."""
+    """Shapes, mask and scale of one attention call. `build_mask` makes the (maybe large) mask on demand."""
 
     name: str
     b: int
@@ -99,7 +99,7 @@ class AttentionCase:
 
     @property
     def num_block_pairs(self) -> int:
-        """Pairs in not fully hidden 128 x 128 tiles, over batch and query heads: what `tflops_block` counts."""
+        """Pairs in not fully hidden 128 x 128 tiles, over batch and heads: what `tflops_block` counts."""
         return self._over_heads(_case_schedule(self).num_block_pairs)
 
     @property
@@ -111,7 +111,7 @@ class AttentionCase:
         return _case_schedule(self).density_block
 
     def flops(self, phase: str, *, is_block: bool = False) -> int:
-        """Floating-point operations of "fwd", "bwd" or "total", by visible pairs or by visited 128 x 128 tiles.
+        """Floating-point operations of "fwd", "bwd" or "total", by visible pairs or by visited tiles.
 
         Forward is two products of 2 d operations a pair (q k and p v); backward five (2.5 x when d_v = d_qk).
         """
@@ -126,7 +126,9 @@ class AttentionCase:
         return pairs * per_pair[phase]
 
     def _over_heads(self, per_mask_head: NDArray[np.int64]) -> int:
-        return int(per_mask_head.sum()) * (self.h_q // per_mask_head.shape[1] if per_mask_head.shape[1] else 0)
+        return int(per_mask_head.sum()) * (
+            self.h_q // per_mask_head.shape[1] if per_mask_head.shape[1] else 0
+        )
 
 
 @lru_cache(maxsize=8)
@@ -149,7 +151,7 @@ class AttentionInputs:
 
 
 def make_inputs(case: AttentionCase, dtype: DTypeLike = np.float32, *, seed: int = 0) -> AttentionInputs:
-    """Standard normal inputs already rounded to ``dtype``; the same for a (case name, seed) on any machine."""
+    """Standard normal inputs rounded to ``dtype``; the same for a (case name, seed) on any machine."""
     rng = np.random.default_rng([seed, zlib.crc32(case.name.encode())])
 
     def normal(*shape: int) -> NDArray:
@@ -190,7 +192,10 @@ def paper_mask(length: str, kind: str, sample_idx: int = _DOCUMENT_SAMPLE_IDX) -
         "causal_document": lambda: builders.causal_document(documents),
         "document": lambda: builders.document(documents),
         "share_question": lambda: builders.share_question(
-            [_question_and_two_answers(size, prefix) for size, prefix in zip(documents, prefixes, strict=True)]
+            [
+                _question_and_two_answers(size, prefix)
+                for size, prefix in zip(documents, prefixes, strict=True)
+            ]
         ),
         "global_window": lambda: builders.global_sliding_window(s, 16, s // 16, s // 16),
         "causal_blockwise": lambda: builders.causal_blockwise(documents),
@@ -219,7 +224,10 @@ def benchmark_case(name: str) -> AttentionCase:
     if variant not in VARIANTS or not kind:
         kind, variant = rest, ""
     if length not in LENGTHS or kind not in ANCHOR_KINDS + OTHER_KINDS:
-        raise KeyError(f"benchmark_case: no case {name!r}; legal: {', '.join(benchmark_names())}, each also with a variant")
+        raise KeyError(
+            f"benchmark_case: no case {name!r}; legal: {', '.join(benchmark_names())}, each also with "
+            f"{', '.join('_' + variant for variant in VARIANTS if variant)}"
+        )
     b, s = BATCH[length], LENGTHS[length]
 
     def build_mask() -> RawMask:
@@ -237,7 +245,7 @@ def benchmark_names(variant: str = "", *, kinds: tuple[str, ...] = ANCHOR_KINDS 
 
 
 def resized(case: AttentionCase, **sizes: int) -> AttentionCase:
-    """The case with other heads, head dims or batch (a benchmark's mask is one sequence repeated over the batch)."""
+    """The case with other heads, head dims or batch; a new batch repeats the mask of the first entry."""
     illegal = set(sizes) - {"b", "h_q", "h_kv", "d_qk", "d_v"}
     if illegal:
         raise ValueError(f"resized: {sorted(illegal)} change the mask; only b, h_q, h_kv, d_qk, d_v may")
@@ -252,7 +260,9 @@ def resized(case: AttentionCase, **sizes: int) -> AttentionCase:
         return RawMask(parts[0], raw.causal, parts[1])
 
     label = "".join(f"_{name}{size}" for name, size in sorted(sizes.items()))
-    return replace(case, name=case.name + label, build_mask=build_mask if "b" in sizes else case.build_mask, **sizes)
+    return replace(
+        case, name=case.name + label, build_mask=build_mask if "b" in sizes else case.build_mask, **sizes
+    )
 
 
 def __getattr__(name: str) -> object:

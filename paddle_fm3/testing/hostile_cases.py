@@ -72,9 +72,16 @@ def _random(
 
 
 def _random_case(
-    form: str, *, b: int = 1, h_mask: int = 1, s_q: int, s_k: int, heads: tuple[int, int], d: int | tuple[int, int] = 16,
+    form: str,
+    *,
+    b: int = 1,
+    h_mask: int = 1,
+    s_q: int,
+    s_k: int,
+    heads: tuple[int, int],
+    d: int | tuple[int, int] = 16,
     has_block_mask: bool = False,
-) -> AttentionCase:  # fmt: skip
+) -> AttentionCase:
     block = "_block_mask" if has_block_mask else ""
     name = f"random_{form}_{s_q}x{s_k}_h{heads[0]}_{heads[1]}_hm{h_mask}_d{d}{block}".replace(" ", "")
     mask = _random(form, b=b, h_mask=h_mask, s_q=s_q, s_k=s_k, has_block_mask=has_block_mask, name=name)
@@ -82,12 +89,13 @@ def _random_case(
 
 
 def _union_covered(s: int) -> Callable[[], RawMask]:
-    """Rows [32, 160) hidden in every column, but by the lower interval in one column and the upper in the next."""
+    """Rows [32, 160) hidden in every column, in each by both intervals together."""
     column = np.arange(s)
     is_even = column % 2 == 0
     return _columns(
         "nc4",
-        np.where(is_even, 32, 96), np.where(is_even, 100, 170), np.where(is_even, 90, 10), np.where(is_even, 160, 97),
+        np.where(is_even, 32, 96), np.where(is_even, 100, 170),
+        np.where(is_even, 90, 10), np.where(is_even, 160, 97),
         s_k=s,
     )  # fmt: skip
 
@@ -101,7 +109,9 @@ def _documents(lengths: list[int], form: str) -> Callable[[], RawMask]:
 
 def _block_mask_on_full(s_q: int, s_k: int, keep: Callable[[int, int], bool]) -> Callable[[], RawMask]:
     def build() -> RawMask:
-        tiles = np.array([[keep(q, k) for k in range(-(-s_k // 128))] for q in range(-(-s_q // 128))], np.int32)
+        tiles = np.array(
+            [[keep(q, k) for k in range(-(-s_k // 128))] for q in range(-(-s_q // 128))], np.int32
+        )
         bounds = np.broadcast_to(np.array([s_q, 0], np.int32), (1, 1, s_k, 2))
         return RawMask(np.ascontiguousarray(bounds), False, tiles[None, None])
 
@@ -110,6 +120,7 @@ def _block_mask_on_full(s_q: int, s_k: int, keep: Callable[[int, int], bool]) ->
 
 def _all_cases() -> list[AttentionCase]:
     ramp = np.arange(200)
+    island = 150 + 150 * (ramp % 7)
     cases = [
         # sizes: one, below, at and just above a tile; s_q != s_k both ways; several d, d_v != d_qk, odd d
         _case("single", _no_indices(False), s_q=1, d=8),
@@ -159,24 +170,28 @@ def _all_cases() -> list[AttentionCase]:
                                        np.where((ramp >= 60) & (ramp < 90), 90, 0), s_k=200), s_q=200),
         _case("prefix_lm", _columns("nc2", 200, np.where(ramp < 90, 0, ramp), s_k=200), s_q=200),
         _case("union_covered_tiles", _union_covered(256), s_q=256, d=32),
-        _case("zigzag_bounds", _columns("nc2", np.where(ramp % 2, 120, 130), np.where(ramp % 2, 40, 3), s_k=200), s_q=200),
-        # eight runs of equal length a key tile: summaries keep four, so wholly hidden (clear) tiles come as PARTIAL
-        _case("many_hidden_runs", _columns("nc2", 150 + 150 * (ramp % 7) + 10, 150 + 150 * (ramp % 7), s_k=200),
-              s_q=1210, s_k=200),
-        _case("many_clear_runs", _columns("nc4", 150 + 150 * (ramp % 7), 150 + 150 * (ramp % 7) + 10, 0, 0, s_k=200),
-              s_q=1210, s_k=200),
+        _case("zigzag_bounds", _columns("nc2", 130 - 10 * (ramp % 2), 3 + 37 * (ramp % 2), s_k=200), s_q=200),
+        # eight runs a key tile: summaries keep four, so wholly hidden (clear) tiles come as PARTIAL
+        _case("many_hidden_runs", _columns("nc2", island + 10, island, s_k=200), s_q=1210, s_k=200),
+        _case("many_clear_runs", _columns("nc4", island, island + 10, 0, 0, s_k=200), s_q=1210, s_k=200),
         # block_mask
-        _case("block_mask_diagonal", _block_mask_on_full(300, 400, lambda q, k: q == k), s_q=300, s_k=400, d=128),
-        _case("block_mask_hides_rows", _block_mask_on_full(300, 260, lambda q, k: q != 1), s_q=300, s_k=260, d=64),
+        _case("block_mask_diagonal", _block_mask_on_full(300, 400, lambda q, k: q == k),
+              s_q=300, s_k=400, d=128),
+        _case("block_mask_hides_rows", _block_mask_on_full(300, 260, lambda q, k: q != 1),
+              s_q=300, s_k=260, d=64),
         _case("block_mask_all", _block_mask_on_full(130, 130, lambda q, k: False), s_q=130, d=64),
     ]  # fmt: skip
     sizes = {"c1": (150, 150), "c2": (83, 210), "nc2": (210, 83), "nc4": (257, 129)}
     for form, (s_q, s_k) in sizes.items():
         cases.append(_random_case(form, b=2, s_q=s_q, s_k=s_k, heads=(2, 2), d=32))
-        cases.append(_random_case(form, b=2, h_mask=2, s_q=s_k, s_k=s_q, heads=(4, 2), d=(16, 48)))  # h_mask = h_kv
+        cases.append(
+            _random_case(form, b=2, h_mask=2, s_q=s_k, s_k=s_q, heads=(4, 2), d=(16, 48))
+        )  # h_mask = h_kv
         cases.append(_random_case(form, h_mask=6, s_q=s_q, s_k=s_q, heads=(6, 2)))  # h_mask = h_q
         cases.append(
-            _random_case(form, h_mask=2, s_q=s_q + 128, s_k=s_k + 128, heads=(4, 2), d=128, has_block_mask=True)
+            _random_case(
+                form, h_mask=2, s_q=s_q + 128, s_k=s_k + 128, heads=(4, 2), d=128, has_block_mask=True
+            )
         )
     return cases
 

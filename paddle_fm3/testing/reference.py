@@ -230,7 +230,7 @@ class _Arithmetic:
         return np.matmul(left, right)
 
     def selected_matmul(self, weight: Array, value: Array, visible: NDArray[np.bool_]) -> Array:
-        """``sum over visible c of weight[r, c] * value[c]``; a hidden pair is left out, not multiplied by 0."""
+        """Sum over visible c of weight[r, c] * value[c]; a hidden pair is left out, not multiplied by 0."""
         is_finite = np.isfinite(value).all(axis=1)  # [columns]
         weight = np.where(visible, weight, 0)
         total = self.matmul(weight, np.where(is_finite[:, None], value, 0))

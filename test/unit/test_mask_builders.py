@@ -13,7 +13,11 @@ NUM_RANDOM = 40
 
 def random_lengths(rng: np.random.Generator, s: int) -> list[int]:
     """Lengths >= 1 that sum to s."""
-    cuts = np.sort(rng.choice(np.arange(1, s), size=min(s - 1, int(rng.integers(0, 6))), replace=False)) if s > 1 else []
+    cuts = (
+        np.sort(rng.choice(np.arange(1, s), size=min(s - 1, int(rng.integers(0, 6))), replace=False))
+        if s > 1
+        else []
+    )
     return np.diff([0, *cuts, s]).tolist()
 
 
@@ -50,7 +54,9 @@ def test_window_size_has_paddles_meaning(rng):
     check(both, lambda b, q, k: q - left <= k <= q + right)
     causal = masks.from_window_size((left, right), s_q=s, is_causal=True)
     check(causal, lambda b, q, k: q - left <= k <= q)
-    assert masks.from_window_size(left, s_q=s, is_causal=True) == masks.from_window_size((left, left), s_q=s, is_causal=True)
+    assert masks.from_window_size(left, s_q=s, is_causal=True) == masks.from_window_size(
+        (left, left), s_q=s, is_causal=True
+    )
 
 
 def test_window_of_w_keys_is_window_size_w_minus_one():
@@ -90,12 +96,12 @@ def test_tail_beyond_the_documents():
 
 
 def test_document_mask_shows_every_token_itself():
-    """The well-known faulty generator (next document's length added instead of this one's) hides diagonals."""
+    """A well-known faulty generator adds the next document's length instead: diagonals vanish."""
     lengths = [1041, 2718, 1420, 1191, 1822]
     mask = masks.document(lengths)
     token = np.arange(8192)
     assert ((mask.ut_end[0, 0] <= token) & (token < mask.lt_begin[0, 0])).all()
-    faulty_begin = np.repeat(np.cumsum(lengths[1:] + [0]), lengths)  # what that generator computes
+    faulty_begin = np.repeat(np.cumsum([*lengths[1:], 0]), lengths)  # what that generator computes
     assert (faulty_begin > token).any()
 
 
@@ -177,14 +183,18 @@ def test_key_padding(rng):
     s_q, s_k = (int(x) for x in rng.integers(1, 12, 2))
     valid = rng.integers(0, 2, (2, s_k)).astype(bool)
     check(masks.key_padding(valid, s_q=s_q), lambda b, q, k: valid[b, k])
-    check(masks.key_padding(valid, s_q=s_q, is_causal=True), lambda b, q, k: valid[b, k] and k <= q + s_k - s_q)
+    check(
+        masks.key_padding(valid, s_q=s_q, is_causal=True), lambda b, q, k: valid[b, k] and k <= q + s_k - s_q
+    )
 
 
 def test_block_sparse():
     mask = masks.block_sparse(masks.causal(300, b=2), lambda q_tile, k_tile: (q_tile + k_tile) % 2 == 0)
     table = mask.dense()
     q, k = np.arange(300)[:, None], np.arange(300)[None, :]
-    np.testing.assert_array_equal(table, np.broadcast_to((k <= q) & ((q // 128 + k // 128) % 2 == 0), table.shape))
+    np.testing.assert_array_equal(
+        table, np.broadcast_to((k <= q) & ((q // 128 + k // 128) % 2 == 0), table.shape)
+    )
     same = masks.block_sparse(masks.causal(300, b=2), mask.block_mask)
     assert same == mask
 
@@ -206,7 +216,10 @@ def test_block_sparse():
         (lambda: masks.share_question([[2, 3], []]), "needs lengths >= 0"),
         (lambda: masks.bucketed([[[1, 0]]], [[[0, 1]]]), "q_bucket .* must ascend"),
         (lambda: masks.bucketed([[[0, 1]]], [[0, 1]]), r"must be \[b, h_mask, s\]"),
-        (lambda: masks.bucketed([[[0, 1]]], [[[0, 1]]], q_position=[[[0, 1]]]), "both q_position and k_position"),
+        (
+            lambda: masks.bucketed([[[0, 1]]], [[[0, 1]]], q_position=[[[0, 1]]]),
+            "both q_position and k_position",
+        ),
         (lambda: masks.key_padding([1, 0]), r"shape is \(2,\)"),
     ],
 )

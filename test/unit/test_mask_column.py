@@ -123,11 +123,15 @@ def test_bounds_are_clipped_and_owned():
         mask.lt_begin[0, 0, 0] = 1
 
 
+def indices(*shape: int, dtype=np.int32) -> dict:
+    return dict(startend_row_indices=np.zeros(shape, dtype))
+
+
 BAD = {
-    "dtype": (dict(startend_row_indices=np.zeros((1, 1, 4, 1), np.int64)), "dtype is int64; expected int32"),
-    "rank": (dict(startend_row_indices=np.zeros((1, 4, 1), np.int32)), r"shape is \(1, 4, 1\); expected \[b, h_mask"),
-    "n=3": (dict(startend_row_indices=np.zeros((1, 1, 4, 3), np.int32)), "n=3 bounds with causal=True; legal:"),
-    "n=4 causal": (dict(startend_row_indices=np.zeros((1, 1, 4, 4), np.int32)), "n=4 bounds with causal=True"),
+    "dtype": (indices(1, 1, 4, 1, dtype=np.int64), "dtype is int64; expected int32"),
+    "rank": (indices(1, 4, 1), r"shape is \(1, 4, 1\); expected \[b, h_mask"),
+    "n=3": (indices(1, 1, 4, 3), "n=3 bounds with causal=True; legal:"),
+    "n=4 causal": (indices(1, 1, 4, 4), "n=4 bounds with causal=True"),
     "s_q": (dict(s_q=-1), r"s_q=-1 must be in \[0, "),
     "block shape": (dict(block_mask=np.ones((1, 1, 1, 2), np.int32)), r"block_mask.shape is \(1, 1, 1, 2\)"),
     "block values": (dict(block_mask=np.full((1, 1, 1, 1), 2, np.int32)), "values other than 0"),
@@ -146,7 +150,7 @@ def test_bad_fields_are_named():
     good = np.zeros((1, 1, 4), np.int32)
     with pytest.raises(ValueError, match=r"lt_end.shape is \(1, 1, 5\)"):
         ColumnMask(good, np.zeros((1, 1, 5), np.int32), good, good, s_q=4, is_causal=False)
-    with pytest.raises(ValueError, match="ut_end.dtype is int64"):
+    with pytest.raises(ValueError, match=r"ut_end\.dtype is int64"):
         ColumnMask(good, good, good, good.astype(np.int64), s_q=4, is_causal=False)
     with pytest.raises(ValueError, match=r"expected \[b, h_mask, s_k\]"):
         ColumnMask(good[0], good[0], good[0], good[0], s_q=4, is_causal=False)

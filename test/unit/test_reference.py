@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle itself: against pair-by-pair loops, finite differences, hidden NaN; and what the comparison catches."""
+"""The oracle itself: against plain loops, finite differences, hidden NaN; and what the comparison catches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def plain_loops(q, k, v, is_visible, scale):
         weights = {}
         for key in range(s_k):
             if is_visible(b_idx, h, row, key):
-                score = sum(float(x) * float(y) for x, y in zip(q[b_idx, row, h], k[b_idx, key, h // group], strict=True))
+                score = sum(
+                    float(x) * float(y)
+                    for x, y in zip(q[b_idx, row, h], k[b_idx, key, h // group], strict=True)
+                )
                 weights[key] = math.exp(scale * score)
         if weights:
             total = sum(weights.values())
@@ -43,14 +46,19 @@ def plain_loops(q, k, v, is_visible, scale):
         (True, [[1, 3], [3, 1], [0, 9], [2, 2], [4, 5], [-2, 1], [0, 0]],
          lambda q, k, x: k <= q + 2 and not x[0] <= q < x[1]),
         (False, [[3, 1], [9, 0], [0, 0], [2, 4], [5, 9], [4, -3], [1, 1]], lambda q, k, x: x[1] <= q < x[0]),
-        (False, [[1, 2, 3, 4], [0, 9, 0, 0], [4, 1, 2, 3], [0, 2, 2, 5], [-3, 1, 4, 99], [0, 0, 0, 0], [1, 4, 2, 3]],
+        (False,
+         [[1, 2, 3, 4], [0, 9, 0, 0], [4, 1, 2, 3], [0, 2, 2, 5], [-3, 1, 4, 99], [0] * 4, [1, 4, 2, 3]],
          lambda q, k, x: not x[0] <= q < x[1] and not x[2] <= q < x[3]),
     ],
     ids=["full", "causal", "c1", "c2", "nc2", "nc4"],
 )  # fmt: skip
 def test_forward_matches_plain_loops(causal, bounds, rule):
     rng = np.random.default_rng(0)
-    q, k, v = rng.standard_normal((1, 5, 4, 3)), rng.standard_normal((1, 7, 2, 3)), rng.standard_normal((1, 7, 2, 2))
+    q, k, v = (
+        rng.standard_normal((1, 5, 4, 3)),
+        rng.standard_normal((1, 7, 2, 3)),
+        rng.standard_normal((1, 7, 2, 2)),
+    )
     indices = None if bounds is None else np.array(bounds, np.int32)[None, None]
     result = attention(q, k, v, indices, causal=causal)
     columns = bounds or [None] * 7
@@ -106,7 +114,10 @@ def test_gradients_match_finite_differences(seed, has_dlse):
         forward = attention(**moved, **mask)
         value = (forward.out * dout).sum()
         if has_dlse:
-            value += np.where(np.isfinite(forward.lse), forward.lse, 0)[forward.lse > -np.inf] @ dlse[forward.lse > -np.inf]
+            value += (
+                np.where(np.isfinite(forward.lse), forward.lse, 0)[forward.lse > -np.inf]
+                @ dlse[forward.lse > -np.inf]
+            )
         return float(value)
 
     step = 1e-6
@@ -136,8 +147,12 @@ def test_hidden_rows_and_columns():
     np.testing.assert_array_equal(result.dv, clean.dv)
     case = hostile_case("columns_hidden")
     inputs = make_inputs(case)
-    result = attention(inputs.q, inputs.k, inputs.v, dout=inputs.dout, dlse=inputs.dlse, **case.call_arguments())
-    assert (result.dk[:, 1::3] == 0).all() and (result.dv[:, 1::3] == 0).all() and (result.dk[:, ::3] != 0).all()
+    result = attention(
+        inputs.q, inputs.k, inputs.v, dout=inputs.dout, dlse=inputs.dlse, **case.call_arguments()
+    )
+    assert (
+        (result.dk[:, 1::3] == 0).all() and (result.dv[:, 1::3] == 0).all() and (result.dk[:, ::3] != 0).all()
+    )
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -152,14 +167,18 @@ def test_bad_numbers_do_not_pass_through_hidden_pairs(value):
     result = attention(inputs.q, k, v, dout=inputs.dout, dlse=inputs.dlse, **arguments)
     others = np.r_[0:1, 128:261]  # all documents but the second
     for name in ("out", "dq", "dk", "dv"):
-        np.testing.assert_array_equal(getattr(result, name)[:, others], getattr(clean, name)[:, others], err_msg=name)
+        np.testing.assert_array_equal(
+            getattr(result, name)[:, others], getattr(clean, name)[:, others], err_msg=name
+        )
     np.testing.assert_array_equal(result.out[:, 1:50], clean.out[:, 1:50])  # before the bad keys
     assert np.isnan(result.out[:, 60:128]).any()
     q, dout = inputs.q.copy(), inputs.dout.copy()
     q[:, 70, 1], dout[:, 80, 0] = value, value
     result = attention(q, inputs.k, inputs.v, dout=dout, dlse=inputs.dlse, **arguments)
     for name in ("out", "dq", "dk", "dv"):
-        np.testing.assert_array_equal(getattr(result, name)[:, others], getattr(clean, name)[:, others], err_msg=name)
+        np.testing.assert_array_equal(
+            getattr(result, name)[:, others], getattr(clean, name)[:, others], err_msg=name
+        )
     np.testing.assert_array_equal(result.dv[:, 81:128], clean.dv[:, 81:128])  # keys after the bad rows
     assert np.isnan(result.dk[:, 1:70]).any()
 
@@ -178,7 +197,10 @@ def test_low_precision_error_is_of_the_dtype(name):
         for run, mode in ((attention, ()), (low_precision_attention, (DTYPES[name],)))
     )
     for output in OUTPUTS:
-        error = np.abs(getattr(naive, output) - getattr(exact, output)).max() / np.abs(getattr(exact, output)).max()
+        error = (
+            np.abs(getattr(naive, output) - getattr(exact, output)).max()
+            / np.abs(getattr(exact, output)).max()
+        )
         assert 0.05 * EPSILON[name] < error < 20 * EPSILON[name], output
         if output != "lse":  # lse stays float32
             stored = getattr(naive, output)
@@ -217,7 +239,7 @@ def without_causal_rule(case: AttentionCase) -> dict:
     return {"causal": False, "startend_row_indices": np.concatenate([bounds, np.zeros_like(bounds)], axis=-1)}
 
 
-# fault -> (case, changed arguments). With a window of 70 keys, one wrong pair stays within bfloat16's own error
+# fault -> (case, changed arguments). With a window of 70 keys, one wrong pair is within bfloat16's own error
 # (float32 shows it a thousandfold): a mask must be tested in float32 too, or where few keys are visible.
 FAULTS = {
     "one_bound_off_by_one": ("window_one", faulty_window),
@@ -240,7 +262,11 @@ def test_the_comparison_catches_faulty_kernels(fault, dtype):
     for output in OUTPUTS:
         with pytest.raises(AssertionError, match=rf"{output}: error .* exceeds .*{name}"):
             assert_close_to_oracle(
-                getattr(wrong, output).astype(dtype), getattr(exact, output), getattr(naive, output), output, case
+                getattr(wrong, output).astype(dtype),
+                getattr(exact, output),
+                getattr(naive, output),
+                output,
+                case,
             )
 
 
@@ -248,7 +274,9 @@ def test_the_comparison_names_the_worst_value():
     oracle = np.zeros((2, 3))
     actual = oracle.copy()
     actual[1, 2] = 0.5
-    with pytest.raises(AssertionError, match=r"dq: error 5\.000e-01 at \(1, 2\) .* got 0.5, expected 0; 1 of 6"):
+    with pytest.raises(
+        AssertionError, match=r"dq: error 5\.000e-01 at \(1, 2\) .* got 0.5, expected 0; 1 of 6"
+    ):
         assert_close_to_oracle(actual, oracle, oracle, "dq", "some case")
     assert 0 < assert_close_to_oracle(oracle + 2e-17, oracle, oracle, "dq", "") < 1
     assert assert_close_to_oracle(oracle, oracle, oracle, "dq", "") == 0
@@ -261,7 +289,9 @@ def test_the_comparison_checks_non_finite_places(special):
     for index in range(4):
         wrong = oracle.copy()
         wrong[index] = special if repr(float(oracle[index])) != repr(float(special)) else 0.0
-        with pytest.raises(AssertionError, match=r"lse: .* at different places than the oracle, 1 of 4; first at"):
+        with pytest.raises(
+            AssertionError, match=r"lse: .* at different places than the oracle, 1 of 4; first at"
+        ):
             assert_close_to_oracle(wrong, oracle, np.ones(4), "lse", "")
 
 
@@ -278,7 +308,12 @@ def test_the_comparison_refuses_unusable_references():
 
 @pytest.mark.parametrize(
     ("largest", "dtype", "expected"),
-    [(0.5, np.float32, 2.0**-24), (1.0, ml_dtypes.bfloat16, 2.0**-7), (3.0, np.float16, 2.0**-9), (0.0, np.float64, 2.0**-54)],
+    [
+        (0.5, np.float32, 2.0**-24),
+        (1.0, ml_dtypes.bfloat16, 2.0**-7),
+        (3.0, np.float16, 2.0**-9),
+        (0.0, np.float64, 2.0**-54),
+    ],
 )
 def test_output_rounding_is_one_spacing(largest, dtype, expected):
     assert output_rounding(np.array([0.0, -largest, np.inf]), dtype) == expected

@@ -43,7 +43,9 @@ def random_mask(rng: np.random.Generator, *, max_size: int = 40, has_block_mask:
     elif style == 1:  # drifting, as windows do
         bounds = np.sort(bounds, axis=2)
     tiles = rng.integers(0, 2, (1, 2, -(-s_q // 128), -(-s_k // 128))) if has_block_mask else None
-    return ColumnMask.from_bounds(np.ascontiguousarray(bounds), is_causal=is_causal, s_q=s_q, block_mask=tiles)
+    return ColumnMask.from_bounds(
+        np.ascontiguousarray(bounds), is_causal=is_causal, s_q=s_q, block_mask=tiles
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -56,7 +58,10 @@ def test_runs_match_brute_force(seed):
         table = mask.dense()
         for b_idx, h_idx, tile in np.ndindex(*schedule.hidden_runs.shape[:3]):
             columns = table[b_idx, h_idx, :, tile * block_k : (tile + 1) * block_k]
-            expected_hidden, expected_clear = kept(runs_of(~columns.any(axis=1))), kept(runs_of(columns.all(axis=1)))
+            expected_hidden, expected_clear = (
+                kept(runs_of(~columns.any(axis=1))),
+                kept(runs_of(columns.all(axis=1))),
+            )
             assert schedule.hidden_runs[b_idx, h_idx, tile].tolist() == [list(run) for run in expected_hidden]
             assert schedule.clear_runs[b_idx, h_idx, tile].tolist() == [list(run) for run in expected_clear]
         np.testing.assert_array_equal(schedule.num_visible_pairs, table.sum(axis=(2, 3)))
@@ -68,7 +73,9 @@ def brute_classes(table: np.ndarray, block_q: int, block_k: int) -> np.ndarray:
     classes = np.zeros((-(-s_q // block_q), -(-s_k // block_k)), int)
     for q_tile, k_tile in np.ndindex(classes.shape):
         tile = table[q_tile * block_q : (q_tile + 1) * block_q, k_tile * block_k : (k_tile + 1) * block_k]
-        classes[q_tile, k_tile] = TileClass.FULL if tile.all() else TileClass.PARTIAL if tile.any() else TileClass.SKIP
+        classes[q_tile, k_tile] = (
+            TileClass.FULL if tile.all() else TileClass.PARTIAL if tile.any() else TileClass.SKIP
+        )
     return classes
 
 
@@ -101,7 +108,7 @@ def check_classes(mask: ColumnMask, block_q: int, block_k: int) -> None:
 def test_classes_and_counts_match_brute_force(seed):
     rng = np.random.default_rng(seed)
     for _ in range(40):
-        # At most three intervals a column and two styles of neighbour: four runs suffice at these tile widths.
+        # Up to two columns a tile: four runs suffice, so that the classes are exact.
         block_q, block_k = int(rng.integers(1, 9)), int(rng.integers(1, 3))
         check_classes(random_mask(rng, max_size=24), block_q, block_k)
 
@@ -117,18 +124,17 @@ def test_block_mask_is_applied_on_top(blocks):
     if 128 % blocks[0] == 0 and 128 % blocks[1] == 0:
         check_classes(mask, *blocks)
         return
-    # A tile over several entries may be hidden half by bounds and half by entries: then PARTIAL is right but not tight.
+    # A tile over several entries may be hidden half by bounds, half by entries: PARTIAL is right, not tight.
     counts = schedule.counts()
     for plane in np.ndindex(1, 2):
         exact, shown = brute_classes(mask.dense()[plane], *blocks), schedule.tile_classes(h_mask_idx=plane[1])
         assert ((shown == exact) | (shown == TileClass.PARTIAL)).all()
         for tile_class in TileClass:
             assert counts[tile_class][plane] == (shown == tile_class).sum()
-        rows, columns = np.ndindex(shown.shape), shown
-        for q_tile, k_tile in rows:
+        for q_tile, k_tile in np.ndindex(shown.shape):
             q_end = min((q_tile + 1) * blocks[0], 370)
             single = schedule.classify(q_tile * blocks[0], q_end, k_tile, h_mask_idx=plane[1])
-            assert single == columns[q_tile, k_tile]
+            assert single == shown[q_tile, k_tile]
 
 
 def test_block_mask_pairs_on_random_bounds():
@@ -144,7 +150,12 @@ def test_block_mask_pairs_on_random_bounds():
 def test_tile_covered_only_by_the_union_is_skipped():
     column = np.arange(256)
     even = column % 2 == 0
-    bounds = [np.where(even, 32, 96), np.where(even, 100, 170), np.where(even, 90, 10), np.where(even, 160, 97)]
+    bounds = [
+        np.where(even, 32, 96),
+        np.where(even, 100, 170),
+        np.where(even, 90, 10),
+        np.where(even, 160, 97),
+    ]
     mask = ColumnMask.from_bounds(np.stack(bounds, -1).astype(np.int32)[None, None], is_causal=False, s_q=256)
     schedule = build_schedule(mask, 64, 128)
     assert schedule.hidden_runs[0, 0].tolist() == [[[32, 160], [0, 0], [0, 0], [0, 0]]] * 2
@@ -153,7 +164,6 @@ def test_tile_covered_only_by_the_union_is_skipped():
 
 
 def test_fifth_run_is_dropped_shortest_first_then_latest():
-    # One column with one interval each: five clear runs between and around four hidden ones need several columns.
     intervals = [(2, 4), (7, 9), (13, 15), (16, 18)]  # clear: [0,2) [4,7) [9,13) [15,16) [18,20)
     bounds = np.array([[begin, end, 0, 0] for begin, end in intervals], np.int32)[None, None]
     mask = ColumnMask.from_bounds(bounds, is_causal=False, s_q=20)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The named cases: densities of the published masks, sizes, and that every field of a case reaches the call."""
+"""The named cases: densities of the published masks, sizes, and that every field reaches the call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import pytest
 
 from paddle_fm3 import mask as masks
 from paddle_fm3.testing import cases
-from paddle_fm3.testing.cases import HOSTILE_CASES, AttentionCase, benchmark_case, hostile_case, make_inputs, resized
+from paddle_fm3.testing.cases import (
+    HOSTILE_CASES,
+    AttentionCase,
+    benchmark_case,
+    hostile_case,
+    make_inputs,
+    resized,
+)
 from paddle_fm3.testing.reference import visible_plane
 
 # kind -> (exact, in 128 x 128 tiles) at 8K, 32K, 128K, as measured with an independent program.
@@ -70,7 +77,9 @@ def test_pairs_have_closed_forms(kind):
 
 
 def test_sizes_and_variants():
-    assert benchmark_case("8k_full").shape == dict(b=16, s_q=8192, s_k=8192, h_q=32, h_kv=32, d_qk=128, d_v=128)
+    assert benchmark_case("8k_full").shape == dict(
+        b=16, s_q=8192, s_k=8192, h_q=32, h_kv=32, d_qk=128, d_v=128
+    )
     assert benchmark_case("32k_causal").b == 4 and benchmark_case("128k_causal").b == 1
     assert benchmark_case("8k_causal_document_gqa4").h_kv == 4
     assert benchmark_case("8k_causal_document_d64").shape["d_v"] == 64
@@ -122,7 +131,11 @@ def test_every_field_of_a_case_is_consumed():
     def footprint(case: AttentionCase) -> list:
         inputs = make_inputs(case)
         arrays = [getattr(inputs, field.name) for field in dataclasses.fields(inputs)]
-        return [array.shape for array in arrays] + [float(arrays[0].ravel()[0])] + sorted(case.call_arguments().items())
+        return (
+            [array.shape for array in arrays]
+            + [float(arrays[0].ravel()[0])]
+            + sorted(case.call_arguments().items())
+        )
 
     for name, value in changes.items():
         changed = dataclasses.replace(base, **{name: value})
@@ -133,7 +146,9 @@ def test_inputs_are_reproducible_and_seeded():
     case = hostile_case("full_odd")
     one, same, other = make_inputs(case), make_inputs(case), make_inputs(case, seed=1)
     np.testing.assert_array_equal(one.q, same.q)
-    assert (one.q != other.q).any() and (one.q.ravel()[:9] != make_inputs(hostile_case("scale")).q.ravel()[:9]).any()
+    assert (one.q != other.q).any() and (
+        one.q.ravel()[:9] != make_inputs(hostile_case("scale")).q.ravel()[:9]
+    ).any()
     assert make_inputs(case, np.float16).q.dtype == np.float16 and one.dlse.dtype == np.float32
 
 
@@ -146,7 +161,11 @@ def test_hostile_cases_cover_what_they_claim():
         h_mask = 1 if raw.startend_row_indices is None else raw.startend_row_indices.shape[1]
         assert case.h_q % case.h_kv == 0 and h_mask in (1, case.h_kv, case.h_q)
         seen |= {
-            ("form", None if raw.startend_row_indices is None else raw.startend_row_indices.shape[3], raw.causal),
+            (
+                "form",
+                None if raw.startend_row_indices is None else raw.startend_row_indices.shape[3],
+                raw.causal,
+            ),
             ("order", np.sign(case.s_q - case.s_k)),
             ("gqa", case.h_q > case.h_kv > 1 if case.h_q != case.h_kv else None),
             ("h_mask", "1" if h_mask == 1 else "q" if h_mask == case.h_q > case.h_kv else "kv"),
@@ -163,7 +182,10 @@ def test_hostile_cases_cover_what_they_claim():
             expected = visible_plane(bounds, raw.causal, case.s_q, case.s_k, tiles)
             np.testing.assert_array_equal(table[plane], expected, err_msg=case.name)
         if table.size:
-            seen |= {("hidden row", bool((~table.any(3)).any())), ("hidden column", bool((~table.any(2)).any()))}
+            seen |= {
+                ("hidden row", bool((~table.any(3)).any())),
+                ("hidden column", bool((~table.any(2)).any())),
+            }
     for form in [(None, True), (None, False), *((n, c) for c, n in masks.BOUND_FORMS)]:
         assert ("form", *form) in seen
     for wanted in [("order", -1), ("order", 0), ("order", 1), ("gqa", True), ("h_mask", "1"), ("h_mask", "q"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ schedule builder gives the very same summaries as the Python one. Needs the CPU library (`make build`)."""
+"""The C++ schedule builder gives the Python one's summaries. Needs the CPU library (`make build`)."""
 
 from __future__ import annotations
 
