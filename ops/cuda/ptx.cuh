@@ -84,6 +84,13 @@ __device__ __forceinline__ void mbar_wait(Barrier* barrier, uint32_t parity) {
 #endif
 }
 
+// The same for a converged warp, which stays converged. NOTE: after plain mbar_wait lanes may go on
+// apart, and elect_one or bar.arrive would then be executed once a part.
+__device__ __forceinline__ void mbar_wait_warp(Barrier* barrier, uint32_t parity) {
+  mbar_wait(barrier, parity);
+  __syncwarp();
+}
+
 // --- Fences ------------------------------------------------------------------------------------
 // Ordinary shared-memory writes of this thread become visible to TMA and wgmma (then a barrier).
 __device__ __forceinline__ void fence_proxy_async() {

@@ -26,14 +26,16 @@ class RowSoftmax {
   // `rescale` must follow before O is added to again.
   template <int kCount>
   __device__ __forceinline__ void exponentiate(float (&scores)[kCount]) {
+    static_assert(kCount >= 16);
     float new_max[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float parts[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+      float parts[4];  // independent chains
 #pragma unroll
       for (int idx = 2 * half; idx < kCount; idx += 4) {
+        const float pair = fmaxf(scores[idx], scores[idx + 1]);
         float& part = parts[idx / 4 % 4];
-        part = fmaxf(part, fmaxf(scores[idx], scores[idx + 1]));
+        part = idx < 16 ? pair : fmaxf(part, pair);
       }
       new_max[half] = fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3]));
       new_max[half] = fmaxf(new_max[half], __shfl_xor_sync(0xFFFFFFFF, new_max[half], 1));
@@ -68,12 +70,15 @@ class RowSoftmax {
     }
   }
 
+  // Uniform in the warp.
+  __device__ __forceinline__ bool any_needs_rescale() const {
+    return __any_sync(0xFFFFFFFF, needs_rescale_);
+  }
+
   template <int kCount>
   __device__ __forceinline__ void rescale(float (&acc)[kCount]) const {
-    if (__any_sync(0xFFFFFFFF, needs_rescale_)) {
 #pragma unroll
-      for (int idx = 0; idx < kCount; ++idx) acc[idx] *= factor_[idx / 2 % 2];
-    }
+    for (int idx = 0; idx < kCount; ++idx) acc[idx] *= factor_[idx / 2 % 2];
   }
 
   // Row sum over the four lanes of a row. All lanes must call.

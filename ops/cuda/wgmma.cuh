@@ -39,8 +39,10 @@ __device__ __forceinline__ uint64_t wgmma_desc_mn(uint32_t smem_address, uint32_
   return swizzle | (uint64_t{group_bytes >> 4} << 32) | (uint64_t{panel_bytes >> 4} << 16) |
          ((smem_address & 0x3FFFF) >> 4);
 }
+// Only the low half changes (addresses stay below 2^18), so no carry is computed.
 __device__ __forceinline__ uint64_t advance(uint64_t desc, uint32_t bytes) {
-  return desc + (bytes >> 4);
+  const auto low = static_cast<uint32_t>(desc) + (bytes >> 4);
+  return (desc & 0xFFFFFFFF00000000) | low;
 }
 
 // Before the first wgmma, and after registers of D or A were touched by anything else.
@@ -53,6 +55,12 @@ __device__ __forceinline__ void wgmma_commit() {
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// As wgmma_wait<0>; kPlace only makes the text differ, so that waits at the heads of two branches are
+// not merged and moved above the branch.
+template <int kPlace>
+__device__ __forceinline__ void wgmma_wait_here() {
+  asm volatile("wgmma.wait_group.sync.aligned 0; // %0" ::"n"(kPlace) : "memory");
 }
 // Keeps the compiler from moving uses of an accumulator above the wait that completes it.
 template <int kCount>

@@ -74,7 +74,7 @@ struct FwdConfig {
     ptx::Barrier mask_full[kMaskSlots], mask_empty[kMaskSlots];
     ptx::Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
   };
-  static constexpr int kSmemBytes = sizeof(Smem) + 1024;  // the base is aligned by hand
+  static constexpr int kSmemBytes = sizeof(Smem);
   static_assert(kSmemBytes <= 232448, "Hopper gives one CTA 227 KiB");
 };
 

@@ -55,11 +55,15 @@ class Consumer {
       const Step next = wait_step();
       if (next.flags & Config::kEnd) break;
       if (next.flags & Config::kFirst) wait_q();
+#ifndef FM3_NO_PINGPONG
       ptx::named_barrier_sync(1 + group_, 256);
+#endif
       issue_qk(acc_s);
-      ptx::mbar_wait(&smem_.v_full[v_pos_.slot], v_pos_.parity);
+      ptx::mbar_wait_warp(&smem_.v_full[v_pos_.slot], v_pos_.parity);
       issue_pv(acc_o, reg_p, scale_o);
+#ifndef FM3_NO_PINGPONG
       ptx::named_barrier_arrive(2 - group_, 256);
+#endif
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(acc_s);
       finish_qk(next.flags, acc_s);
@@ -67,21 +71,24 @@ class Consumer {
       const RowSoftmax finished = softmax;
       if (is_new_tile) softmax.start_tile();
       softmax.template exponentiate<kRegsS>(acc_s);
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_pin(acc_o);
-      release(&smem_.v_empty[v_pos_.slot]);
-      v_pos_.next();
-      scale_o = 1;
+      // NOTE: the wait stands behind a branch that needs the exponentials' maxima. In the same basic
+      // block ptxas moves it up, ahead of the softmax, and nothing overlaps.
       if (is_new_tile) {
+        finish_pv<0>(acc_o);
         write_tile(step, finished, acc_o);
         scale_o = 0;
-      } else {
+      } else if (softmax.any_needs_rescale()) {
+        finish_pv<1>(acc_o);
         softmax.template rescale<kRegsO>(acc_o);
+        scale_o = 1;
+      } else {
+        finish_pv<2>(acc_o);
+        scale_o = 1;
       }
       pack(acc_s, reg_p);
       step = next;
     }
-    ptx::mbar_wait(&smem_.v_full[v_pos_.slot], v_pos_.parity);
+    ptx::mbar_wait_warp(&smem_.v_full[v_pos_.slot], v_pos_.parity);
     issue_pv(acc_o, reg_p, scale_o);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(acc_o);
@@ -92,11 +99,11 @@ class Consumer {
 
  private:
   __device__ __forceinline__ Step wait_step() {
-    ptx::mbar_wait(&smem_.k_full[k_pos_.slot], k_pos_.parity);
+    ptx::mbar_wait_warp(&smem_.k_full[k_pos_.slot], k_pos_.parity);
     return smem_.step[k_pos_.slot];
   }
   __device__ __forceinline__ void wait_q() {
-    ptx::mbar_wait(&smem_.q_full[group_], q_parity_);
+    ptx::mbar_wait_warp(&smem_.q_full[group_], q_parity_);
     q_parity_ ^= 1;
   }
   __device__ __forceinline__ void release(ptx::Barrier* barrier) {
@@ -130,6 +137,14 @@ class Consumer {
     ptx::wgmma_commit();
   }
 
+  template <int kPlace>
+  __device__ __forceinline__ void finish_pv(float (&acc_o)[kRegsO]) {
+    ptx::wgmma_wait_here<kPlace>();
+    ptx::wgmma_pin(acc_o);
+    release(&smem_.v_empty[v_pos_.slot]);
+    v_pos_.next();
+  }
+
   // S is in registers: mask it, then let the loader have K (and Q after the tile's last step).
   __device__ __forceinline__ void finish_qk(int32_t flags, float (&acc_s)[kRegsS]) {
     release(&smem_.k_empty[k_pos_.slot]);
@@ -140,7 +155,7 @@ class Consumer {
       for (int reg = 0; reg < kRegsS; ++reg) acc_s[reg] *= args_.prescale;
     }
     if (flags & Config::kPartial) {
-      ptx::mbar_wait(&smem_.mask_full[mask_pos_.slot], mask_pos_.parity);
+      ptx::mbar_wait_warp(&smem_.mask_full[mask_pos_.slot], mask_pos_.parity);
       const int row = group_ * Config::kRowsPerGroup + warp_ * 16 + lane_ / 4;
       const auto& bits = smem_.mask_bits[mask_pos_.slot];
 #pragma unroll

@@ -14,9 +14,10 @@ namespace fm3::sm90 {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     fwd_kernel(const __grid_constant__ FwdArgs args) {
-  extern __shared__ uint8_t smem_raw[];
-  auto& smem = *reinterpret_cast<typename Config::Smem*>(
-      (reinterpret_cast<uintptr_t>(smem_raw) + 1023) / 1024 * 1024);
+  extern __shared__ __align__(1024) uint8_t smem_raw[];
+  auto& smem = *reinterpret_cast<typename Config::Smem*>(smem_raw);
+  // Swizzled tiles need the alignment that the declaration asks for.
+  if (ptx::smem_addr(smem_raw) % 1024 != 0) __trap();
   if (threadIdx.x == 0) {
     constexpr int kGroupWarps = 4, kConsumerWarps = kGroupWarps * Config::kNumConsumers;
     for (int group = 0; group < Config::kNumConsumers; ++group) {

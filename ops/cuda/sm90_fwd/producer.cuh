@@ -67,7 +67,8 @@ class Loader {
   using Tile = typename Config::Tile;
 
  public:
-  __device__ __forceinline__ Loader(const FwdArgs& args, Smem& smem) : args_(args), smem_(smem) {}
+  __device__ __forceinline__ Loader(const FwdArgs& args, Smem& smem)
+      : args_(args), smem_(smem), is_issuer_(threadIdx.x % 32 == 0) {}
 
   // PPT: the next tile is claimed while the current one's copies are still being issued, so a CTA
   // asks for work at the pace it finishes it.
@@ -98,14 +99,14 @@ class Loader {
  private:
   __device__ __forceinline__ Tile claim_next() {
     int32_t claimed = 0;
-    if (threadIdx.x % 32 == 0) claimed = atomicAdd(args_.next_tile, 1);
+    if (is_issuer_) claimed = atomicAdd(args_.next_tile, 1);
     return claim(static_cast<int32_t>(gridDim.x) + __shfl_sync(kAllLanes, claimed, 0));
   }
   // Decodes the tile and hands it to the mask warps.
   __device__ __forceinline__ Tile claim(int32_t tile_id) {
     const Tile tile = decode_tile<Config>(args_, tile_id);
-    ptx::mbar_wait(&smem_.tile_empty[tile_pos_.slot], tile_pos_.parity ^ 1);
-    if (threadIdx.x % 32 == 0) {
+    ptx::mbar_wait_warp(&smem_.tile_empty[tile_pos_.slot], tile_pos_.parity ^ 1);
+    if (is_issuer_) {
       smem_.tile[tile_pos_.slot] = tile;
       ptx::mbar_arrive(&smem_.tile_full[tile_pos_.slot]);
     }
@@ -120,8 +121,8 @@ class Loader {
   __device__ __forceinline__ void load_step(const Tile& tile, int32_t k_begin, int32_t flags) {
     const int32_t h_kv_idx = tile.h_idx / (args_.h_q / args_.h_kv);
     const int32_t q_begin = tile.q_tile_idx * kTileQ;
-    ptx::mbar_wait(&smem_.k_empty[k_pos_.slot], k_pos_.parity ^ 1);
-    if (ptx::elect_one()) {
+    ptx::mbar_wait_warp(&smem_.k_empty[k_pos_.slot], k_pos_.parity ^ 1);
+    if (is_issuer_) {
       smem_.step[k_pos_.slot] = {flags, q_begin, tile.h_idx, tile.b_idx};
       ptx::Barrier* barrier = &smem_.k_full[k_pos_.slot];
       ptx::mbar_arrive_expect_tx(barrier, Config::kBytesK);
@@ -142,8 +143,8 @@ class Loader {
   __device__ __forceinline__ void load_q(const Tile& tile, int32_t q_begin) {
 #pragma unroll
     for (int group = 0; group < Config::kNumConsumers; ++group) {
-      ptx::mbar_wait(&smem_.q_empty[group], q_parity_ ^ 1);
-      if (ptx::elect_one()) {
+      ptx::mbar_wait_warp(&smem_.q_empty[group], q_parity_ ^ 1);
+      if (is_issuer_) {
         ptx::mbar_arrive_expect_tx(&smem_.q_full[group], Config::kBytesQGroup);
 #pragma unroll
         for (int panel = 0; panel < Config::kPanelsQk; ++panel) {
@@ -159,8 +160,8 @@ class Loader {
   }
 
   __device__ __forceinline__ void load_pending_v() {
-    ptx::mbar_wait(&smem_.v_empty[v_pos_.slot], v_pos_.parity ^ 1);
-    if (ptx::elect_one()) {
+    ptx::mbar_wait_warp(&smem_.v_empty[v_pos_.slot], v_pos_.parity ^ 1);
+    if (is_issuer_) {
       ptx::Barrier* barrier = &smem_.v_full[v_pos_.slot];
       ptx::mbar_arrive_expect_tx(barrier, Config::kBytesV);
 #pragma unroll
@@ -175,8 +176,8 @@ class Loader {
   }
 
   __device__ __forceinline__ void finish() {
-    ptx::mbar_wait(&smem_.k_empty[k_pos_.slot], k_pos_.parity ^ 1);
-    if (threadIdx.x % 32 == 0) {
+    ptx::mbar_wait_warp(&smem_.k_empty[k_pos_.slot], k_pos_.parity ^ 1);
+    if (is_issuer_) {
       smem_.step[k_pos_.slot] = {Config::kEnd, 0, 0, 0};
       ptx::mbar_arrive(&smem_.k_full[k_pos_.slot]);
     }
@@ -186,6 +187,7 @@ class Loader {
 
   const FwdArgs& args_;
   Smem& smem_;
+  bool is_issuer_;
   RingPos<Config::kStages> k_pos_, v_pos_;
   RingPos<Config::kTileSlots> tile_pos_;
   uint32_t q_parity_ = 0;
@@ -233,7 +235,7 @@ class MaskMaker {
   __device__ __forceinline__ void run() {
     RingPos<Config::kTileSlots> tile_pos;
     while (true) {
-      ptx::mbar_wait(&smem_.tile_full[tile_pos.slot], tile_pos.parity);
+      ptx::mbar_wait_warp(&smem_.tile_full[tile_pos.slot], tile_pos.parity);
       const Tile tile = smem_.tile[tile_pos.slot];
       __syncwarp();
       if (lane_ == 0) ptx::mbar_arrive(&smem_.tile_empty[tile_pos.slot]);
@@ -265,7 +267,7 @@ class MaskMaker {
 
   __device__ __forceinline__ void make_step(const int32_t* bounds, const int32_t* block_row,
                                             int32_t q_begin, int32_t k_begin) {
-    ptx::mbar_wait(&smem_.mask_empty[pos_.slot], pos_.parity ^ 1);
+    ptx::mbar_wait_warp(&smem_.mask_empty[pos_.slot], pos_.parity ^ 1);
     for (int word = warp_idx_; word < Config::kMaskWords; word += Config::kMaskWarps) {
       const int32_t k_idx = k_begin + word * 32 + lane_;
       uint32_t visible[kTileQ / 32];  // of column k_idx: bit r of [i] is row 32 i + r
