@@ -48,7 +48,7 @@ $(SETUP_STAMP): requirements.txt requirements-paddlenlp.txt constraints.txt
 
 build: setup
 	@PATH="$(BIN):$$PATH" cmake -S . -B build -G Ninja --log-level=WARNING -DFM3_CUDA=$(CUDA) -DFM3_TESTS=ON \
-	  -DPython_EXECUTABLE=$(BIN)/python -DPython3_EXECUTABLE=$(BIN)/python
+	  -DPython_EXECUTABLE=$(BIN)/python
 	@PATH="$(BIN):$$PATH" cmake --build build -j $(JOBS)
 
 demo: build

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # Finds an installed Paddle wheel without importing it (an import takes seconds and needs a working runtime).
-# Set Paddle_ROOT to the wheel's `paddle` folder, or Python_EXECUTABLE to the interpreter that has it.
+# Needs Python_EXECUTABLE, the interpreter that has it, or Paddle_ROOT, the wheel's `paddle` folder.
 #
 # Defines PaddlePaddle_VERSION, PaddlePaddle_VERSION_MAJOR, PaddlePaddle_WITH_CUDA and the target PaddlePaddle::PaddlePaddle.
 if(NOT Paddle_ROOT)
-  find_package(Python REQUIRED COMPONENTS Interpreter)
   execute_process(
     COMMAND ${Python_EXECUTABLE} -c
       "import importlib.util as u; s = u.find_spec('paddle'); print(list(s.submodule_search_locations)[0] if s else '')"
