@@ -22,6 +22,7 @@ struct BackwardScratch {
   float* dq;            // [kBlockQ][d_qk_padded]
   float* row;           // one row
   TileBounds* bounds;
+  VisibleSpans* spans;
   SpecialRows* special_k;
   SpecialRows* special_q;
   SpecialRows* special_dout;
@@ -44,6 +45,7 @@ FM3_INLINE BackwardScratch carve_backward(const Shape& shape, Arena* arena) {
   scratch.dq = arena->take<float>(int64_t{kBlockQ} * d_qk);
   scratch.row = arena->take<float>(d_qk > d_v ? d_qk : d_v);
   scratch.bounds = arena->take<TileBounds>(1);
+  scratch.spans = arena->take<VisibleSpans>(1);
   scratch.special_k = arena->take<SpecialRows>(1);
   scratch.special_q = arena->take<SpecialRows>(1);
   scratch.special_dout = arena->take<SpecialRows>(1);
@@ -138,19 +140,27 @@ void pack_query_rows(const HeadView& x, float scale, int32_t q_begin, int num_ro
   }
 }
 
+FM3_INLINE void zero_outside(Range keys, Range rows, int keys_padded, float* table) {
+  for (int row = rows.begin; row < rows.end; ++row) {
+    float* at = table + row * kBlockK;
+    for (int k = 0; k < keys.begin; k += kLanes) store(at + k, VecF{});
+    for (int k = keys.end; k < keys_padded; k += kLanes) store(at + k, VecF{});
+  }
+}
+
 // p := exp2(p - lse), ds := p * (ds - delta + dlse); both 0 where hidden. delta and dlse stay apart:
 // their sum would lose the digits of a small dlse.
 template <bool kIsMasked>
-void softmax_gradient(const TileBounds& bounds, int32_t q_begin, int num_rows, int keys_padded,
+void softmax_gradient(const TileBounds& bounds, int32_t q_begin, Range rows, Range keys,
                       const float* lse, const float* delta, const float* maybe_dlse, float* p,
                       float* ds) {
-  for (int row = 0; row < num_rows; ++row) {
+  for (int row = rows.begin; row < rows.end; ++row) {
     // A row without visible keys has lse -inf; +inf makes its p zero.
     const VecF row_lse = splat(lse[row] == -kInfinity ? kInfinity : lse[row]);
     const VecF row_delta = splat(delta[row]);
     const VecF row_dlse = splat(maybe_dlse == nullptr ? 0.0f : maybe_dlse[row]);
     const VecI q_idx = splat(q_begin + row);
-    for (int k = 0; k < keys_padded; k += kLanes) {
+    for (int k = keys.begin; k < keys.end; k += kLanes) {
       float* p_at = p + row * kBlockK + k;
       float* ds_at = ds + row * kBlockK + k;
       // p <= 1; without the bound, rounding of a score beyond 1e7 could make it infinite.
@@ -228,6 +238,9 @@ void backward_key_tile(const BwdParams& params, const BackwardContext& context, 
   Arena arena{static_cast<char*>(scratch_block)};
   const BackwardScratch scratch = carve_backward(shape, &arena);
 
+  const Panels k_transposed = {scratch.k_transposed, d_qk, keys_padded};
+  const Panels v_transposed = {scratch.v_transposed, d_v, keys_padded};
+  const Panels k_panels = {scratch.k_panels, num_keys, d_qk_padded};
   std::memset(scratch.dk, 0, sizeof(float) * kBlockK * d_qk_padded);
   std::memset(scratch.dv, 0, sizeof(float) * kBlockK * d_v_padded);
   bool is_packed = false;
@@ -256,19 +269,43 @@ void backward_key_tile(const BwdParams& params, const BackwardContext& context, 
                       scratch.q_panels, scratch.special_q);
       pack_query_rows(dout, 1.0f, q_begin, num_rows, scratch.dout_rows, scratch.dout_panels,
                       scratch.special_dout);
-      gemm<Order::kRowMajor, Into::kOverwrite>(rows_padded, keys_padded, d_qk, scratch.q_rows,
-                                               d_qk_padded, scratch.k_transposed, scratch.p, kBlockK);
-      gemm<Order::kRowMajor, Into::kOverwrite>(rows_padded, keys_padded, d_v, scratch.dout_rows,
-                                               d_v_padded, scratch.v_transposed, scratch.ds, kBlockK);
-      (is_partial ? softmax_gradient<true> : softmax_gradient<false>)(
-          *scratch.bounds, q_begin, num_rows, keys_padded, params.lse + stats, context.delta + stats,
-          params.dlse == nullptr ? nullptr : params.dlse + stats, scratch.p, scratch.ds);
-      gemm<Order::kKMajor, Into::kAdd>(keys_padded, d_v_padded, num_rows, scratch.p, kBlockK,
-                                       scratch.dout_panels, scratch.dv, d_v_padded);
-      gemm<Order::kKMajor, Into::kAdd>(keys_padded, d_qk_padded, num_rows, scratch.ds, kBlockK,
-                                       scratch.q_panels, scratch.dk, d_qk_padded);
-      gemm<Order::kRowMajor, Into::kOverwrite>(rows_padded, d_qk_padded, num_keys, scratch.ds,
-                                               kBlockK, scratch.k_panels, scratch.dq, d_qk_padded);
+      if (is_partial) {
+        find_visible_spans(*scratch.bounds, q_begin, num_rows, num_keys, scratch.spans);
+      } else {
+        see_everything(num_rows, num_keys, scratch.spans);
+      }
+      for (int begin = 0; begin < rows_padded; begin += kStrip) {
+        const Range rows = {begin, rows_padded - begin < kStrip ? rows_padded : begin + kStrip};
+        const Range strip_rows = {begin, num_rows < rows.end ? num_rows : rows.end};
+        Range keys = scratch.spans->keys[begin / kStrip];
+        if (keys.begin >= keys.end) keys = {0, 0};
+        keys = {round_down(keys.begin, kPanel), round_up(keys.end, kPanel)};  // gemm writes whole panels
+        keys.end = keys.end < keys_padded ? keys.end : keys_padded;
+        // What the strip does not compute is zero for the strips of keys below.
+        zero_outside(keys, strip_rows, keys_padded, scratch.p);
+        zero_outside(keys, strip_rows, keys_padded, scratch.ds);
+        gemm<Order::kRowMajor, Into::kOverwrite>(rows, keys, {0, d_qk}, scratch.q_rows, d_qk_padded,
+                                                 k_transposed, scratch.p, kBlockK);
+        gemm<Order::kRowMajor, Into::kOverwrite>(rows, keys, {0, d_v}, scratch.dout_rows, d_v_padded,
+                                                 v_transposed, scratch.ds, kBlockK);
+        (is_partial ? softmax_gradient<true> : softmax_gradient<false>)(
+            *scratch.bounds, q_begin, strip_rows, keys, params.lse + stats, context.delta + stats,
+            params.dlse == nullptr ? nullptr : params.dlse + stats, scratch.p, scratch.ds);
+        keys.end = num_keys < keys.end ? num_keys : keys.end;
+        gemm<Order::kRowMajor, Into::kOverwrite>(rows, {0, d_qk_padded}, keys, scratch.ds, kBlockK,
+                                                 k_panels, scratch.dq, d_qk_padded);
+      }
+      const Panels q_panels = {scratch.q_panels, num_rows, d_qk_padded};
+      const Panels dout_panels = {scratch.dout_panels, num_rows, d_v_padded};
+      for (int begin = 0; begin < keys_padded; begin += kStrip) {
+        const Range keys = {begin, keys_padded - begin < kStrip ? keys_padded : begin + kStrip};
+        const Range rows = scratch.spans->rows[begin / kStrip];
+        if (rows.begin >= rows.end) continue;
+        gemm<Order::kKMajor, Into::kAdd>(keys, {0, d_v_padded}, rows, scratch.p, kBlockK, dout_panels,
+                                         scratch.dv, d_v_padded);
+        gemm<Order::kKMajor, Into::kAdd>(keys, {0, d_qk_padded}, rows, scratch.ds, kBlockK, q_panels,
+                                         scratch.dk, d_qk_padded);
+      }
       const auto hides = [&](int row, int key) {
         return is_partial && is_hidden(*scratch.bounds, q_begin + row, key);
       };

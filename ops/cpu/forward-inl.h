@@ -2,19 +2,21 @@
 // Forward: one query tile of one head against its key tiles, with the online softmax.
 //
 // Scores are kept transposed, s[key][query]: the query tile stays packed, key rows need no packing,
-// row statistics are plain vector operations, and a key's hidden rows are runs of memory.
+// row statistics are plain vector operations, and a key's hidden rows are runs of memory. A strip of
+// kStrip queries goes through scores, softmax and output before the next one: its scores stay in L1.
 
 struct ForwardScratch {
   float* q_panels;   // [q_padded/kPanel][d_qk][width] q * softmax_scale * log2(e)
   float* k_rows;     // [kBlockK][d_qk]
   float* v_panels;   // [d_v_padded/kPanel][num_keys][width]
-  float* s;          // [kBlockK][kBlockQ] scores in log2 units, then probabilities
+  float* s;          // [kBlockK][kStrip] scores in log2 units, then probabilities
   float* out;        // [kBlockQ][d_v_padded] unnormalised output
   float* row;        // one row of q or v
   float* row_max;    // [kBlockQ]
   float* row_sum;    // [kBlockQ]
   float* row_scale;  // [kBlockQ] 2^(old max - new max)
   TileBounds* bounds;
+  VisibleSpans* spans;
   SpecialRows* special;
 };
 
@@ -24,13 +26,14 @@ FM3_INLINE ForwardScratch carve_forward(const Shape& shape, Arena* arena) {
   scratch.q_panels = arena->take<float>(int64_t{kBlockQ} * shape.d_qk);
   scratch.k_rows = arena->take<float>(int64_t{kBlockK} * shape.d_qk);
   scratch.v_panels = arena->take<float>(int64_t{kBlockK} * d_v);
-  scratch.s = arena->take<float>(int64_t{kBlockK} * kBlockQ);
+  scratch.s = arena->take<float>(int64_t{kBlockK} * kStrip);
   scratch.out = arena->take<float>(int64_t{kBlockQ} * d_v);
   scratch.row = arena->take<float>(round_up(shape.d_qk > shape.d_v ? shape.d_qk : shape.d_v, kLanes));
   scratch.row_max = arena->take<float>(kBlockQ);
   scratch.row_sum = arena->take<float>(kBlockQ);
   scratch.row_scale = arena->take<float>(kBlockQ);
   scratch.bounds = arena->take<TileBounds>(1);
+  scratch.spans = arena->take<VisibleSpans>(1);
   scratch.special = arena->take<SpecialRows>(1);
   return scratch;
 }
@@ -41,15 +44,15 @@ int64_t forward_scratch_bytes(const Shape& shape) {
   return reinterpret_cast<intptr_t>(arena.next);
 }
 
-// Sets the scores of hidden pairs to -infinity.
-void hide_scores(const TileBounds& bounds, int32_t q_begin, int q_padded, int num_keys, float* s) {
+// Sets the scores of hidden pairs of one strip to -infinity.
+void hide_scores(const TileBounds& bounds, int32_t q_begin, int num_rows, Range keys, float* s) {
   const auto hide = [&](float* row, int32_t begin, int32_t end) {
     begin = begin > q_begin ? begin - q_begin : 0;
-    end = end - q_begin < q_padded ? end - q_begin : q_padded;
+    end = end - q_begin < num_rows ? end - q_begin : num_rows;
     for (int32_t q = begin; q < end; ++q) row[q] = -kInfinity;
   };
-  for (int k = 0; k < num_keys; ++k) {
-    float* row = s + k * kBlockQ;
+  for (int k = keys.begin; k < keys.end; ++k) {
+    float* row = s + k * kStrip;
     hide(row, 0, bounds.causal[k]);
     hide(row, bounds.lt_begin[k], bounds.lt_end[k]);
     hide(row, bounds.ut_begin[k], bounds.ut_end[k]);
@@ -57,20 +60,22 @@ void hide_scores(const TileBounds& bounds, int32_t q_begin, int q_padded, int nu
 }
 
 // Scores to probabilities relative to the running maximum; updates maximum, sum and row_scale.
-void online_softmax(int q_padded, int num_keys, float* s, float* row_max, float* row_sum,
+void online_softmax(int num_rows, Range keys, float* s, float* row_max, float* row_sum,
                     float* row_scale) {
-  for (int q = 0; q < q_padded; q += kLanes) {
+  for (int q = 0; q < num_rows; q += kLanes) {
     const VecF old_max = load(row_max + q);
     VecF new_max = old_max;
-    for (int k = 0; k < num_keys; ++k) new_max = max_ignoring_nan(load(s + k * kBlockQ + q), new_max);
+    for (int k = keys.begin; k < keys.end; ++k) {
+      new_max = max_ignoring_nan(load(s + k * kStrip + q), new_max);
+    }
     // A row with nothing visible so far has maximum -inf; 0 keeps -inf - (-inf) out of the exponent.
     const VecF shift = new_max == splat(-kInfinity) ? splat(0.0f) : new_max;
     const VecF scale = exp2_nonpositive(old_max - shift);
     VecF sum = VecF{};  // of this tile alone: short sums round less than one long one
-    for (int k = 0; k < num_keys; ++k) {
-      const VecF p = exp2_nonpositive(load(s + k * kBlockQ + q) - shift);
+    for (int k = keys.begin; k < keys.end; ++k) {
+      const VecF p = exp2_nonpositive(load(s + k * kStrip + q) - shift);
       sum += p;
-      store(s + k * kBlockQ + q, p);
+      store(s + k * kStrip + q, p);
     }
     store(row_max + q, new_max);
     store(row_sum + q, load(row_sum + q) * scale + sum);
@@ -114,7 +119,6 @@ void forward_query_tile(const FwdParams& params, const MaskContext& context, int
     if (tile_class == TileClass::kSkip) continue;
     const int32_t k_begin = k_tile_idx * kBlockK;
     const int num_keys = shape.s_k - k_begin < kBlockK ? shape.s_k - k_begin : kBlockK;
-    const int num_keys_padded = round_up(num_keys, kMicroRows);
     SpecialRows& special = *scratch.special;
     special.count = 0;
     for (int key = 0; key < num_keys; ++key) {
@@ -126,26 +130,37 @@ void forward_query_tile(const FwdParams& params, const MaskContext& context, int
       }
       scatter_to_panels(scratch.row, key, num_keys, d_v_padded, scratch.v_panels);
     }
-    gemm<Order::kRowMajor, Into::kOverwrite>(num_keys_padded, q_padded, d_qk, scratch.k_rows, d_qk,
-                                             scratch.q_panels, scratch.s, kBlockQ);
     const bool is_partial = tile_class == TileClass::kPartial;
     if (is_partial) {
       load_tile_bounds(context.mask, b_idx, h_mask_idx, k_begin, num_keys, scratch.bounds);
-      hide_scores(*scratch.bounds, q_begin, q_padded, num_keys, scratch.s);
+      find_visible_spans(*scratch.bounds, q_begin, num_rows, num_keys, scratch.spans);
+    } else {
+      see_everything(num_rows, num_keys, scratch.spans);
     }
-    online_softmax(q_padded, num_keys, scratch.s, scratch.row_max, scratch.row_sum,
-                   scratch.row_scale);
-    gemm<Order::kKMajor, Into::kScaleAdd>(q_padded, d_v_padded, num_keys, scratch.s, kBlockQ,
-                                          scratch.v_panels, scratch.out, d_v_padded,
-                                          scratch.row_scale);
-    for (int i = 0; i < special.count; ++i) {
-      const int key = special.rows[i];
-      load_row(v.dtype, v.row(k_begin + key), d_v, scratch.row);
-      for (int row = 0; row < num_rows; ++row) {
-        if (is_partial && is_hidden(*scratch.bounds, q_begin + row, key)) continue;
-        const float p = scratch.s[key * kBlockQ + row];
-        float* out = scratch.out + int64_t{row} * d_v_padded;
-        for (int c = 0; c < d_v; ++c) out[c] += p * scratch.row[c];
+    const Panels v_panels = {scratch.v_panels, num_keys, d_v_padded};
+    for (int strip_begin = 0; strip_begin < q_padded; strip_begin += kStrip) {
+      const int strip_rows = q_padded - strip_begin < kStrip ? q_padded - strip_begin : kStrip;
+      Range keys = scratch.spans->keys[strip_begin / kStrip];
+      if (keys.begin >= keys.end) continue;
+      keys.begin = round_down(keys.begin, kMicroRows);
+      const Panels q_panels = {scratch.q_panels + int64_t{strip_begin} * d_qk, d_qk, strip_rows};
+      float* out = scratch.out + int64_t{strip_begin} * d_v_padded;
+      gemm<Order::kRowMajor, Into::kOverwrite>(keys, {0, strip_rows}, {0, d_qk}, scratch.k_rows, d_qk,
+                                               q_panels, scratch.s, kStrip);
+      if (is_partial) hide_scores(*scratch.bounds, q_begin + strip_begin, strip_rows, keys, scratch.s);
+      online_softmax(strip_rows, keys, scratch.s, scratch.row_max + strip_begin,
+                     scratch.row_sum + strip_begin, scratch.row_scale + strip_begin);
+      gemm<Order::kKMajor, Into::kScaleAdd>({0, strip_rows}, {0, d_v_padded}, keys, scratch.s, kStrip,
+                                            v_panels, out, d_v_padded, scratch.row_scale + strip_begin);
+      for (int i = 0; i < special.count; ++i) {
+        const int key = special.rows[i];
+        if (key < keys.begin || key >= keys.end) continue;
+        load_row(v.dtype, v.row(k_begin + key), d_v, scratch.row);
+        for (int row = 0; row < strip_rows && strip_begin + row < num_rows; ++row) {
+          if (is_partial && is_hidden(*scratch.bounds, q_begin + strip_begin + row, key)) continue;
+          const float p = scratch.s[key * kStrip + row];
+          for (int c = 0; c < d_v; ++c) out[int64_t{row} * d_v_padded + c] += p * scratch.row[c];
+        }
       }
     }
   }

@@ -34,6 +34,53 @@ FM3_INLINE bool is_hidden(const TileBounds& tile, int32_t q_idx, int k) {
          hidden(q_idx, ColumnBounds{tile.lt_begin[k], tile.lt_end[k], tile.ut_begin[k], tile.ut_end[k]});
 }
 
+// A tile is worked on in strips of kStrip rows (and, for dk and dv, of kStrip keys). A strip of a
+// PARTIAL tile looks only at the keys between the first and the last that it sees.
+constexpr int kStrip = 32;
+constexpr int kMaxStrips = (kBlockQ > kBlockK ? kBlockQ : kBlockK) / kStrip;
+static_assert(kStrip % kPanel == 0 && kStrip % kMicroRows == 0, "strips hold whole panels and micro rows");
+static_assert(kBlockQ % kStrip == 0 && kBlockK % kStrip == 0, "tiles hold whole strips");
+
+struct VisibleSpans {
+  Range keys[kMaxStrips];  // of each strip of rows; empty if begin >= end
+  Range rows[kMaxStrips];  // of each strip of keys, in whole strips; empty if begin >= end
+};
+
+// Claim:      no pair outside the spans is visible.
+// Because:    a key is left out of a strip only if one of its hidden intervals covers the whole strip.
+// Breaks if:  strips here and in the kernels differ in size or origin.
+// Tested by:  test/cpu/test_c_abi_oracle.py (hostile cases and random masks against the oracle)
+void find_visible_spans(const TileBounds& tile, int32_t q_begin, int num_rows, int num_keys,
+                        VisibleSpans* spans) {
+  for (int strip = 0; strip < kMaxStrips; ++strip) spans->rows[strip] = {kBlockQ, 0};
+  for (int strip = 0; strip * kStrip < num_rows; ++strip) {
+    const int32_t begin = q_begin + strip * kStrip;
+    const int32_t end = begin + (num_rows - strip * kStrip < kStrip ? num_rows - strip * kStrip : kStrip);
+    Range keys = {num_keys, 0};
+    for (int k = 0; k < num_keys; ++k) {
+      const bool is_covered = (end <= tile.causal[k]) |
+                              ((tile.lt_begin[k] <= begin) & (end <= tile.lt_end[k])) |
+                              ((tile.ut_begin[k] <= begin) & (end <= tile.ut_end[k]));
+      if (is_covered) continue;
+      keys.begin = keys.begin < k ? keys.begin : k;
+      keys.end = k + 1;
+    }
+    spans->keys[strip] = keys;
+    for (int k_strip = keys.begin / kStrip; k_strip * kStrip < keys.end; ++k_strip) {
+      Range& rows = spans->rows[k_strip];
+      rows.begin = rows.begin < strip * kStrip ? rows.begin : strip * kStrip;
+      rows.end = end - q_begin;
+    }
+  }
+}
+
+FM3_INLINE void see_everything(int num_rows, int num_keys, VisibleSpans* spans) {
+  for (int strip = 0; strip < kMaxStrips; ++strip) {
+    spans->keys[strip] = {0, num_keys};
+    spans->rows[strip] = {0, num_rows};
+  }
+}
+
 // What to do with tile (q_tile_idx, k_tile_idx) of one head, block_mask included.
 struct TileClassifier {
   const KeyTileSummary* summaries;  // [num_k_tiles] of this batch entry and mask head

@@ -112,7 +112,10 @@ def test_a_repeated_input_axis_may_have_stride_zero():
 @pytest.mark.parametrize("phase", ["fwd", "bwd"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_memory_is_linear_in_the_sequence(phase, dtype):
-    """Twice the sequence, at most twice the memory (plus 1 MiB), far below one [s, s] table of bits."""
+    """Twice the sequence, at most twice the memory, far below one [s, s] table of bits.
+
+    The 4 MiB are for thread stacks, which the kernel may back with one huge page each.
+    """
     small, large = (peak_extra_bytes(phase, dtype, s=s, d=64, window=64) for s in (16384, 32768))
-    assert large < 2 * small + 2**20, (small, large)
+    assert large < 2 * small + 4 * 2**20, (small, large)
     assert large < 32768 * 32768 // 8, large
