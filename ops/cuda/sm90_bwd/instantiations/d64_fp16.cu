@@ -1,0 +1,6 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "../launch.cuh"
+
+namespace fm3::sm90_bwd {
+extern const BwdKernel kBwdD64Fp16 = make_kernel<Config<__half, 64, 64>>(DType::kFloat16);
+}

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// The persistent kernel: one CTA a multiprocessor, roles by warp.
+#pragma once
+
+#include "consumer.cuh"
+#include "dq.cuh"
+#include "loader.cuh"
+
+namespace fm3::sm90_bwd {
+
+template <class C>
+__device__ __forceinline__ void init_barriers(Smem<C>& smem) {
+  using ptx::mbar_init;
+  for (int slot = 0; slot < 2; ++slot) {
+    mbar_init(&smem.tile_full[slot], 1);
+    mbar_init(&smem.tile_empty[slot], kNumConsumerWarps + 1);
+  }
+  for (int slot = 0; slot < kNumStages; ++slot) {
+    mbar_init(&smem.q_full[slot], 1);
+    mbar_init(&smem.q_empty[slot], kNumConsumerWarps);
+    mbar_init(&smem.dout_full[slot], 1);
+    mbar_init(&smem.dout_empty[slot], kNumConsumerWarps);
+  }
+  mbar_init(&smem.k_full, 1);
+  mbar_init(&smem.v_full, 1);
+  mbar_init(&smem.k_empty, kNumConsumerWarps);
+  mbar_init(&smem.v_empty, kNumConsumerWarps);
+  mbar_init(&smem.dq_full, kNumConsumerWarps);
+  mbar_init(&smem.dq_empty, 1);
+  for (int slot = 0; slot < kNumEvents; ++slot) {
+    mbar_init(&smem.event_full[slot], 1);
+    mbar_init(&smem.event_empty[slot], 1);
+  }
+  ptx::fence_mbar_init();
+}
+
+template <class C>
+__global__ void __launch_bounds__(kNumThreads, 1)
+    bwd_kernel(const __grid_constant__ KernelArgs args) {
+  extern __shared__ char smem_raw[];
+  Smem<C>& smem = *reinterpret_cast<Smem<C>*>(
+      smem_raw + (1024 - ptx::smem_addr(smem_raw) % 1024) % 1024);
+  if (threadIdx.x == 0) init_barriers(smem);
+  __syncthreads();
+
+  const int32_t group_idx = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
+  if (group_idx == 0) {
+    ptx::reg_dealloc<kHelperRegs>();
+    const int32_t warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0);
+    if (warp == kLoaderWarp) {
+      run_loader<C>(args, smem);
+    } else if (warp == kWriterWarp) {
+      run_dq_writer<C>(args, smem);
+    } else {
+      run_dq_converter<C>(args, smem, warp - kConverterWarp);
+    }
+  } else {
+    ptx::reg_alloc<kConsumerRegs>();
+    run_consumer<C>(args, smem, group_idx - 1);
+  }
+}
+
+}  // namespace fm3::sm90_bwd

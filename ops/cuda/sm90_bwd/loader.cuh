@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// Warp 0: claims work, walks the visited row tiles, keeps Q, dO, K and V coming.
+#pragma once
+
+#include "row_walk.cuh"
+
+namespace fm3::sm90_bwd {
+
+// Copies one [rows, kCols] tile, a panel of 64 columns at a time (128-byte swizzled rows).
+template <int kRows, int kCols, class T>
+__device__ __forceinline__ void load_panels(T* smem_dst, const CUtensorMap* map, Barrier* barrier,
+                                            int32_t row, int32_t h_idx, int32_t b_idx,
+                                            uint64_t l2_policy) {
+#pragma unroll
+  for (int panel = 0; panel < kCols / 64; ++panel) {
+    ptx::tma_load_4d(smem_dst + panel * kRows * 64, map, barrier, panel * 64, row, h_idx, b_idx,
+                     l2_policy);
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem) {
+  const bool is_leader = threadIdx.x % 32 == 0;
+  RingPos<2> tile_pos;
+  RingPos<kNumStages> step_pos;
+  uint32_t num_kv = 0;       // K/V tiles loaded
+  uint32_t num_bounds = 0;   // bounds tiles loaded
+  for (;; ++tile_pos.count) {
+    int32_t work_idx = 0;
+    if (is_leader) work_idx = atomicAdd(args.next_work, 1);
+    work_idx = __shfl_sync(kAllLanes, work_idx, 0);
+    const bool is_end = work_idx >= args.num_work;
+
+    // Work order: (batch, kv head) by (batch, kv head), so that few heads of the dQ ring are open;
+    // inside one, the key tiles in the order of the mask's list.
+    TileInfo tile = {0, 0, 0, -1};
+    if (!is_end) {
+      const int32_t head_idx = work_idx / args.num_k_tiles;
+      tile.b_idx = head_idx / args.shape.h_kv;
+      tile.h_kv_idx = head_idx % args.shape.h_kv;
+      const int64_t list = mask_index(args, tile.b_idx, tile.h_kv_idx * args.group);
+      tile.k_tile_idx =
+          args.tile_order[list * args.num_k_tiles + work_idx % args.num_k_tiles];
+      tile.num_steps = 0;
+      for (int32_t g_idx = 0; g_idx < args.group; ++g_idx) {
+        const int64_t mask_idx =
+            mask_index(args, tile.b_idx, tile.h_kv_idx * args.group + g_idx);
+        tile.num_steps += args.tile_steps[mask_idx * args.num_k_tiles + tile.k_tile_idx];
+      }
+    }
+    ptx::mbar_wait(&smem.tile_empty[tile_pos.slot()], tile_pos.write_parity());
+    if (is_leader) {
+      smem.tile[tile_pos.slot()] = tile;
+      ptx::mbar_arrive(&smem.tile_full[tile_pos.slot()]);
+    }
+    if (is_end) return;
+    if (tile.num_steps == 0) continue;
+
+    const int32_t k_begin = tile.k_tile_idx * C::kBlockK;
+    bool needs_kv = true;
+    int32_t last_mask_idx = -1;
+    for (int32_t g_idx = 0; g_idx < args.group; ++g_idx) {
+      const int32_t h_q_idx = tile.h_kv_idx * args.group + g_idx;
+      const int32_t mask_idx = mask_index(args, tile.b_idx, h_q_idx);
+      const int64_t rows_begin = (static_cast<int64_t>(tile.b_idx) * args.shape.h_q + h_q_idx) *
+                                 args.num_q_tiles * kBlockQ;
+      RowWalk walk(args, mask_idx, tile.k_tile_idx, C::kBlockK);
+      while (walk.next(args)) {
+        const int32_t q_tile_idx = walk.q_tile_idx();
+        const uint32_t visits_order = walk.visits_order();
+        const uint32_t slot = step_pos.slot();
+        const bool needs_bounds = mask_idx != last_mask_idx;
+        last_mask_idx = mask_idx;
+        num_bounds += needs_bounds;
+        // The bounds slot was last read two bounds tiles ago, hence not after step count - 2, whose
+        // end q_empty announces.
+        ptx::mbar_wait(&smem.q_empty[slot], step_pos.write_parity());
+        if (is_leader) {
+          const uint32_t bounds_slot = (num_bounds - 1) & 1;
+          smem.info[step_pos.count % kNumInfo] = {
+              q_tile_idx,
+              (walk.is_partial() ? kStepPartial : 0) | (bounds_slot ? kStepBoundsSlot : 0), h_q_idx,
+              visits_order};
+          Barrier* const q_full = &smem.q_full[slot];
+          constexpr uint32_t kRowBytes = kBlockQ * sizeof(float);
+          constexpr uint32_t kBoundsBytes = C::kBlockK * sizeof(int4);
+          ptx::mbar_arrive_expect_tx(
+              q_full, C::kQBytes + kRowBytes + (needs_bounds ? kBoundsBytes : 0));
+          if (needs_bounds) {
+            ptx::bulk_load(smem.bounds[bounds_slot],
+                           args.bounds + static_cast<int64_t>(mask_idx) * args.num_hulls * kHullK +
+                               k_begin,
+                           kBoundsBytes, q_full);
+          }
+          load_panels<kBlockQ, C::kDim>(smem.q[slot], &args.map_q, q_full, q_tile_idx * kBlockQ,
+                                        h_q_idx, tile.b_idx, ptx::kEvictNormal);
+          ptx::bulk_load(smem.lse_log2[slot], args.lse_log2 + rows_begin + q_tile_idx * kBlockQ,
+                         kRowBytes, q_full);
+        }
+        __syncwarp();
+        ptx::mbar_wait(&smem.dout_empty[slot], step_pos.write_parity());
+        if (is_leader) {
+          Barrier* const dout_full = &smem.dout_full[slot];
+          constexpr uint32_t kRowBytes = kBlockQ * sizeof(float);
+          ptx::mbar_arrive_expect_tx(dout_full, C::kDoutBytes + kRowBytes);
+          load_panels<kBlockQ, C::kDimV>(smem.dout[slot], &args.map_dout, dout_full,
+                                         q_tile_idx * kBlockQ, h_q_idx, tile.b_idx,
+                                         ptx::kEvictNormal);
+          ptx::bulk_load(smem.delta[slot], args.delta + rows_begin + q_tile_idx * kBlockQ,
+                         kRowBytes, dout_full);
+        }
+        __syncwarp();
+        if (needs_kv) {
+          ptx::mbar_wait(&smem.v_empty, (num_kv & 1) ^ 1);
+          if (is_leader) {
+            ptx::mbar_arrive_expect_tx(&smem.v_full, C::kVBytes);
+            load_panels<C::kBlockK, C::kDimV>(smem.v, &args.map_v, &smem.v_full, k_begin, tile.h_kv_idx,
+                                              tile.b_idx, ptx::kEvictFirst);
+          }
+          // K last: the final product of the previous tile reads it, V was free long before.
+          ptx::mbar_wait(&smem.k_empty, (num_kv & 1) ^ 1);
+          if (is_leader) {
+            ptx::mbar_arrive_expect_tx(&smem.k_full, C::kKBytes);
+            load_panels<C::kBlockK, C::kDim>(smem.k, &args.map_k, &smem.k_full, k_begin, tile.h_kv_idx,
+                                             tile.b_idx, ptx::kEvictFirst);
+          }
+          __syncwarp();
+          needs_kv = false;
+          ++num_kv;
+        }
+        ++step_pos.count;
+      }
+    }
+  }
+}
+
+}  // namespace fm3::sm90_bwd

@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+// The light passes before the kernel: what each key tile visits, in which order, and one pass over
+// O and dO at memory speed.
+#include <algorithm>
+
+#include "row_walk.cuh"
+
+namespace fm3::sm90_bwd {
+namespace {
+
+constexpr int kWarps = 8;
+constexpr int kThreads = kWarps * 32;
+
+// --- 1. Bounds and hulls: one warp a block of 128 keys ------------------------------------------
+__global__ void __launch_bounds__(kThreads) scan_kernel(KernelArgs args, int64_t num_blocks) {
+  const int64_t block_idx = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  if (block_idx >= num_blocks) return;
+  const MaskView& mask = args.mask;
+  const int32_t lane = threadIdx.x % 32;
+  const int64_t mask_idx = block_idx / args.num_hulls;
+  const int32_t k_begin = static_cast<int32_t>(block_idx % args.num_hulls) * kHullK;
+  const int32_t* list_bounds = mask.bounds + mask_idx * mask.s_k * num_bounds(mask.form);
+  int32_t low[4] = {sm90::kNever, sm90::kNever, sm90::kNever, sm90::kNever};
+  int32_t high[4] = {-1, -1, -1, -1};
+#pragma unroll
+  for (int32_t step = 0; step < kHullK / 32; ++step) {
+    const int32_t k_idx = k_begin + step * 32 + lane;
+    int4 rows = make_int4(0, mask.s_q, 0, 0);
+    if (k_idx < mask.s_k) {
+      const sm90::HiddenRows hidden = sm90::hidden_rows(mask, list_bounds, k_idx);
+      const bool has_lt = hidden.lt.begin < hidden.lt.end;
+      const bool has_ut = hidden.ut.begin < hidden.ut.end;
+      const int32_t value[4] = {has_lt ? hidden.lt.begin : sm90::kNever, has_lt ? hidden.lt.end : -1,
+                                has_ut ? hidden.ut.begin : sm90::kNever, has_ut ? hidden.ut.end : -1};
+#pragma unroll
+      for (int idx = 0; idx < 4; ++idx) {
+        low[idx] = min(low[idx], value[idx]);
+        high[idx] = max(high[idx], value[idx]);
+      }
+      // The causal rule takes the upper interval's place, or joins it where that starts at row 0:
+      // the two forms with a causal rule have no other upper interval (the dispatch checks it).
+      rows.x = has_lt ? hidden.lt.begin : 0;
+      rows.y = has_lt ? hidden.lt.end : 0;
+      rows.z = mask.is_causal || !has_ut ? 0 : hidden.ut.begin;
+      rows.w = max(has_ut ? hidden.ut.end : 0, hidden.causal.end);
+    }
+    args.bounds[block_idx * kHullK + step * 32 + lane] = rows;
+  }
+#pragma unroll
+  for (int idx = 0; idx < 4; ++idx) {
+    low[idx] = __reduce_min_sync(kAllLanes, low[idx]);
+    high[idx] = __reduce_max_sync(kAllLanes, high[idx]);
+  }
+  if (lane == 0) {
+    args.hulls[block_idx] = {low[0], high[0], low[1], high[1], low[2], high[2], low[3], high[3]};
+  }
+}
+
+// --- 2. Counts: one warp a key tile -------------------------------------------------------------
+__global__ void __launch_bounds__(kThreads)
+    count_kernel(KernelArgs args, int32_t block_k, int64_t num_tiles) {
+  const int64_t tile_idx = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
+  if (tile_idx >= num_tiles) return;
+  const int32_t lane = threadIdx.x % 32;
+  const int32_t mask_idx = static_cast<int32_t>(tile_idx / args.num_k_tiles);
+  const int32_t k_begin = static_cast<int32_t>(tile_idx % args.num_k_tiles) * block_k;
+  int32_t num_steps = 0;
+  for (int32_t chunk = 0; chunk < args.num_q_tiles; chunk += 32) {
+    const bool is_visited =
+        classify_step(args.mask, args.hulls, args.num_hulls, mask_idx, k_begin, block_k,
+                      chunk + lane) != StepClass::kSkip;
+    num_steps += __popc(__ballot_sync(kAllLanes, is_visited));
+    if (is_visited) atomicAdd(&args.visits[int64_t{mask_idx} * args.num_q_tiles + chunk + lane], 1);
+  }
+  if (lane == 0) args.tile_steps[tile_idx] = num_steps;
+}
+
+// --- 3. Order of the key tiles, and the row tiles that share a sum ------------------------------
+// Free order: longest first, so that what starts last is short. Fixed order (deterministic): from
+// the last key tile down. Every row tile is then summed in that order, and under a causal rule or a
+// window the tiles reach it in that order by themselves, because a later tile starts at later rows.
+__global__ void __launch_bounds__(kThreads) order_kernel(KernelArgs args) {
+  __shared__ int32_t smem_steps[kThreads];
+  const int64_t tiles_begin = int64_t{blockIdx.y} * args.num_k_tiles;
+  const int32_t tile_idx = blockIdx.x * kThreads + threadIdx.x;
+  const bool is_tile = tile_idx < args.num_k_tiles;
+  if (args.is_deterministic) {
+    if (is_tile) args.tile_order[tiles_begin + args.num_k_tiles - 1 - tile_idx] = tile_idx;
+  } else {
+    const int32_t own_steps = is_tile ? args.tile_steps[tiles_begin + tile_idx] : 0;
+    int32_t rank = 0;
+    for (int32_t base = 0; base < args.num_k_tiles; base += kThreads) {
+      const int32_t other_idx = base + threadIdx.x;
+      smem_steps[threadIdx.x] =
+          other_idx < args.num_k_tiles ? args.tile_steps[tiles_begin + other_idx] : -1;
+      __syncthreads();
+      const int32_t num_others = min(kThreads, args.num_k_tiles - base);
+      for (int32_t idx = 0; idx < num_others; ++idx) {
+        const int32_t steps = smem_steps[idx];
+        rank += steps > own_steps || (steps == own_steps && base + idx < tile_idx);
+      }
+      __syncthreads();
+    }
+    if (is_tile) args.tile_order[tiles_begin + rank] = tile_idx;
+  }
+  int32_t num_shared = 0;
+  for (int32_t row = blockIdx.x * kThreads + threadIdx.x; row < args.num_q_tiles;
+       row += gridDim.x * kThreads) {
+    num_shared += args.visits[int64_t{blockIdx.y} * args.num_q_tiles + row] > 1;
+  }
+  num_shared = __reduce_add_sync(kAllLanes, num_shared);
+  if (threadIdx.x % 32 == 0 && num_shared > 0) {
+    atomicAdd(&args.shared_rows[blockIdx.y], num_shared);
+  }
+}
+
+// --- 4. Turns (deterministic): how many visitors of a row tile come before a key tile -----------
+__global__ void __launch_bounds__(kThreads) turn_kernel(KernelArgs args, int32_t block_k) {
+  const int32_t q_tile_idx = blockIdx.x * kThreads + threadIdx.x;
+  const int32_t mask_idx = blockIdx.y;
+  if (q_tile_idx >= args.num_q_tiles) return;
+  int32_t turn = 0;
+  for (int32_t k_tile_idx = args.num_k_tiles - 1; k_tile_idx >= 0; --k_tile_idx) {
+    const int64_t tile = int64_t{mask_idx} * args.num_k_tiles + k_tile_idx;
+    args.turns[tile * args.num_q_tiles + q_tile_idx] = static_cast<uint16_t>(turn);
+    turn += classify_step(args.mask, args.hulls, args.num_hulls, mask_idx, k_tile_idx * block_k,
+                          block_k, q_tile_idx) != StepClass::kSkip;
+  }
+}
+
+// --- 5. Rows: lse in log2, delta, and dq of row tiles without visitors --------------------------
+// 16 lanes a row; consecutive blocks take neighbouring heads, which are neighbours in memory.
+template <class T>
+__global__ void __launch_bounds__(kThreads) row_kernel(KernelArgs args, PrepareArgs in) {
+  const int32_t h_idx = blockIdx.x, q_tile_idx = blockIdx.y, b_idx = blockIdx.z;
+  const int32_t part = threadIdx.x % 16;
+  const int64_t head = int64_t{b_idx} * args.shape.h_q + h_idx;
+  const int64_t padded_rows = int64_t{args.num_q_tiles} * kBlockQ;
+  const T* const out = static_cast<const T*>(in.out) + b_idx * in.stride_out.b +
+                       h_idx * in.stride_out.h;
+  const T* const dout = static_cast<const T*>(in.dout) + b_idx * in.stride_dout.b +
+                        h_idx * in.stride_dout.h;
+#pragma unroll
+  for (int32_t pass = 0; pass < kBlockQ / (kThreads / 16); ++pass) {
+    const int32_t q_idx = q_tile_idx * kBlockQ + pass * (kThreads / 16) + threadIdx.x / 16;
+    const bool is_row = q_idx < args.shape.s_q;
+    float sum = 0.f;
+    if (is_row) {
+      for (int32_t d_idx = part * 8; d_idx < args.shape.d_v; d_idx += 128) {
+        const uint4 x = __ldg(reinterpret_cast<const uint4*>(out + q_idx * in.stride_out.s + d_idx));
+        const uint4 y =
+            __ldg(reinterpret_cast<const uint4*>(dout + q_idx * in.stride_dout.s + d_idx));
+        const T* const x_values = reinterpret_cast<const T*>(&x);
+        const T* const y_values = reinterpret_cast<const T*>(&y);
+#pragma unroll
+        for (int idx = 0; idx < 8; ++idx) {
+          sum = fmaf(static_cast<float>(x_values[idx]), static_cast<float>(y_values[idx]), sum);
+        }
+      }
+    }
+#pragma unroll
+    for (int offset = 8; offset > 0; offset /= 2) {
+      sum += __shfl_xor_sync(kAllLanes, sum, offset);
+    }
+    if (part != 0) continue;
+    float lse_log2 = INFINITY;  // P = exp2(x - inf) = 0: a row that sees nothing, or no row at all
+    if (is_row) {
+      const float lse = in.lse[head * args.shape.s_q + q_idx];
+      if (lse != -INFINITY) lse_log2 = lse * kLog2E;
+      if (in.dlse != nullptr) sum -= in.dlse[head * args.shape.s_q + q_idx];
+    }
+    args.lse_log2[head * padded_rows + q_idx] = lse_log2;
+    // A hidden row's dS is 0 * (0 - delta): delta must be finite.
+    args.delta[head * padded_rows + q_idx] = lse_log2 == INFINITY ? 0.f : sum;
+  }
+  const int64_t mask_idx = mask_index(args, b_idx, h_idx);
+  if (args.visits[mask_idx * args.num_q_tiles + q_tile_idx] != 0) return;
+  T* const dq = static_cast<T*>(args.dq) + b_idx * args.stride_dq.b + h_idx * args.stride_dq.h;
+  const int32_t num_parts = args.shape.d_qk / 8;
+  for (int32_t idx = threadIdx.x; idx < kBlockQ * num_parts; idx += kThreads) {
+    const int32_t q_idx = q_tile_idx * kBlockQ + idx / num_parts;
+    if (q_idx >= args.shape.s_q) continue;
+    *reinterpret_cast<uint4*>(dq + q_idx * args.stride_dq.s + idx % num_parts * 8) =
+        make_uint4(0, 0, 0, 0);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    zero_kernel(uint16_t* data, Strides stride, int64_t s, int64_t h, int32_t d, int64_t num_rows) {
+  for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < num_rows;
+       row += int64_t{gridDim.x} * kWarps) {
+    uint16_t* const values =
+        data + row / (s * h) * stride.b + row / h % s * stride.s + row % h * stride.h;
+    for (int32_t d_idx = threadIdx.x % 32; d_idx < d; d_idx += 32) values[d_idx] = 0;
+  }
+}
+
+uint32_t div_up(int64_t value, int64_t divisor) {
+  return static_cast<uint32_t>((value + divisor - 1) / divisor);
+}
+
+}  // namespace
+
+cudaError_t prepare(const KernelArgs& args, const PrepareArgs& in, cudaStream_t stream) {
+  const cudaError_t error = cudaMemsetAsync(in.zeroed, 0, in.zeroed_bytes, stream);
+  if (error != cudaSuccess) return error;
+  const int32_t num_masks = args.mask.b * args.mask.h_mask;
+  const int64_t num_blocks = int64_t{num_masks} * args.num_hulls;
+  const int64_t num_tiles = int64_t{num_masks} * args.num_k_tiles;
+  scan_kernel<<<div_up(num_blocks, kWarps), kThreads, 0, stream>>>(args, num_blocks);
+  count_kernel<<<div_up(num_tiles, kWarps), kThreads, 0, stream>>>(args, in.block_k, num_tiles);
+  order_kernel<<<dim3(div_up(args.num_k_tiles, kThreads), num_masks), kThreads, 0, stream>>>(args);
+  if (args.is_deterministic) {
+    turn_kernel<<<dim3(div_up(args.num_q_tiles, kThreads), num_masks), kThreads, 0, stream>>>(
+        args, in.block_k);
+  }
+  const dim3 grid(args.shape.h_q, args.num_q_tiles, args.shape.b);
+  if (in.dtype == DType::kBFloat16) {
+    row_kernel<__nv_bfloat16><<<grid, kThreads, 0, stream>>>(args, in);
+  } else {
+    row_kernel<__half><<<grid, kThreads, 0, stream>>>(args, in);
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t fill_zero(void* data, const Strides& stride, int64_t b, int64_t s, int64_t h, int32_t d,
+                      cudaStream_t stream) {
+  const int64_t num_rows = b * s * h;
+  if (num_rows == 0 || d == 0) return cudaSuccess;
+  zero_kernel<<<std::min<uint32_t>(div_up(num_rows, kWarps), 4096), kThreads, 0, stream>>>(
+      static_cast<uint16_t*>(data), stride, s, h, d, num_rows);
+  return cudaGetLastError();
+}
+
+}  // namespace fm3::sm90_bwd

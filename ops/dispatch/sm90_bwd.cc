@@ -1,0 +1,279 @@
+// SPDX-License-Identifier: Apache-2.0
+// Hopper backward behind the C ABI: which kernel serves a call, its tensor maps, its workspace.
+// Nothing here allocates, synchronises or keeps state, so calls can be captured.
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <string>
+
+#include "fm3/c_api.h"
+#include "ops/cuda/sm90_bwd/args.h"
+#include "ops/cuda/tensor_map.h"
+#include "ops/dispatch/check_params.h"
+#include "ops/dispatch/sm90_error.h"
+
+namespace fm3::sm90_bwd {
+namespace {
+
+using sm90::fail;
+
+// Smallest first: a call takes the first kernel that covers its head dims.
+const BwdKernel* const kKernels[] = {&kBwdD64Bf16, &kBwdD128Bf16, &kBwdD64Fp16, &kBwdD128Fp16};
+
+const BwdKernel* find_kernel(const BwdParams& params) {
+  for (const BwdKernel* kernel : kKernels) {
+    if (kernel->dtype == params.dtype && params.shape.d_qk <= kernel->dim_qk &&
+        params.shape.d_v <= kernel->dim_v) {
+      return kernel;
+    }
+  }
+  return nullptr;
+}
+
+int64_t div_up(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+bool is_empty(const Shape& shape) {
+  return int64_t{shape.b} * shape.h_q == 0 || shape.s_q == 0 || shape.s_k == 0;
+}
+
+// Empty if this backend has a kernel for the call, else why not and what would serve it.
+std::string check_served(const BwdParams& params) {
+  const Shape& shape = params.shape;
+  const std::string elsewhere = "; the cpu backend serves it";
+  const std::string dims =
+      "d_qk=" + std::to_string(shape.d_qk) + ", d_v=" + std::to_string(shape.d_v);
+  if (params.dtype == DType::kFloat32) {
+    return "dtype=float32; sm90 serves bfloat16 and float16" + elsewhere;
+  }
+  if (shape.d_qk % 8 != 0 || shape.d_v % 8 != 0 || shape.d_qk == 0 || shape.d_v == 0) {
+    return dims + "; sm90 serves positive multiples of 8" + elsewhere;
+  }
+  const BwdKernel* kernel = find_kernel(params);
+  if (kernel == nullptr) return dims + "; the sm90 backward has no kernel for it" + elsewhere;
+  if (params.mask.is_causal &&
+      (params.mask.form == BoundForm::kOuter2 || params.mask.form == BoundForm::kBoth4)) {
+    return "is_causal=1 with upper bounds; sm90 serves the causal rule with lower bounds only" +
+           elsewhere;
+  }
+  const int64_t num_k_tiles = div_up(shape.s_k, kernel->block_k);
+  if (num_k_tiles > UINT16_MAX) {
+    return "s_k=" + std::to_string(shape.s_k) + "; the sm90 backward serves up to " +
+           std::to_string(int64_t{UINT16_MAX} * kernel->block_k);
+  }
+  if (num_k_tiles * shape.b * shape.h_kv > INT32_MAX / 2) {
+    return "b * h_kv * ceil(s_k / " + std::to_string(kernel->block_k) + ")=" +
+           std::to_string(num_k_tiles * shape.b * shape.h_kv) + "; sm90 serves fewer than 2^30";
+  }
+  return "";
+}
+
+// Heads whose dQ sums are open at a time. Work is claimed head by head, so `kWorkers` CTAs hold
+// tiles of kWorkers / num_k_tiles heads; as many again let the fast ones run ahead of a slow one.
+constexpr int64_t kWorkers = 160;
+int64_t ring_heads(const BwdParams& params, int64_t num_k_tiles) {
+  const int64_t num_heads = int64_t{params.shape.b} * params.shape.h_kv;
+  return std::min(num_heads, 2 + div_up(2 * kWorkers, num_k_tiles));
+}
+
+// Lays the workspace out from `base` (may be nullptr); returns its bytes.
+int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, KernelArgs* args,
+               PrepareArgs* in) {
+  const Shape& shape = params.shape;
+  const int64_t num_masks = int64_t{params.mask.b} * params.mask.h_mask;
+  const int64_t num_q_tiles = div_up(shape.s_q, kBlockQ);
+  const int64_t num_k_tiles = div_up(shape.s_k, kernel.block_k);
+  const int64_t num_hulls = div_up(shape.s_k, kHullK);
+  const int64_t heads = ring_heads(params, num_k_tiles);
+  const int64_t ring_tiles = heads * (shape.h_q / shape.h_kv) * num_q_tiles;
+  const int64_t num_rows = int64_t{shape.b} * shape.h_q * num_q_tiles * kBlockQ;
+  int64_t offset = 0;
+  const auto take = [&](auto** pointer, int64_t count) {
+    using Element = std::remove_reference_t<decltype(**pointer)>;
+    *pointer = reinterpret_cast<Element*>(base + offset);
+    offset = sm90::align_up(offset + count * int64_t{sizeof(Element)}, 256);
+  };
+  take(&args->hulls, num_masks * num_hulls);
+  take(&args->bounds, num_masks * num_hulls * kHullK);
+  take(&args->tile_order, num_masks * num_k_tiles);
+  take(&args->tile_steps, num_masks * num_k_tiles);
+  take(&args->turns, params.is_deterministic ? num_masks * num_k_tiles * num_q_tiles : 0);
+  take(&args->lse_log2, num_rows);
+  take(&args->delta, num_rows);
+  const int64_t zeroed_begin = offset;
+  take(&args->next_work, 1);
+  take(&args->visits, num_masks * num_q_tiles);
+  take(&args->shared_rows, num_masks);
+  take(&args->head_done, int64_t{shape.b} * shape.h_kv);
+  take(&args->ring_counts, ring_tiles);
+  take(&args->dq_ring, ring_tiles * kBlockQ * kernel.dim_qk);
+  in->zeroed = base + zeroed_begin;
+  in->zeroed_bytes = offset - zeroed_begin;
+  args->ring_heads = static_cast<int32_t>(heads);
+  args->num_q_tiles = static_cast<int32_t>(num_q_tiles);
+  args->num_k_tiles = static_cast<int32_t>(num_k_tiles);
+  args->num_hulls = static_cast<int32_t>(num_hulls);
+  args->num_work = static_cast<int32_t>(num_k_tiles * shape.b * shape.h_kv);
+  in->block_k = kernel.block_k;
+  return offset;
+}
+
+int64_t workspace_bytes(const BwdParams& params) {
+  if (is_empty(params.shape)) return 0;
+  KernelArgs args{};
+  PrepareArgs in{};
+  return layout(params, *find_kernel(params), nullptr, &args, &in);
+}
+
+// Empty if the current device can run the kernels.
+std::string check_device(int32_t* num_sms) {
+  int device = 0, major = 0, minor = 0, sms = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  }
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error != cudaSuccess) {
+    return std::string("no usable CUDA device: ") + cudaGetErrorString(error);
+  }
+  if (major != 9 || minor != 0) {
+    return "device " + std::to_string(device) + " has compute capability " + std::to_string(major) +
+           "." + std::to_string(minor) + "; these kernels are for 9.0 (H100, H200)";
+  }
+  *num_sms = sms;
+  return "";
+}
+
+std::string make_tensor_maps(const BwdParams& params, const BwdKernel& kernel, KernelArgs* args) {
+  const Shape& shape = params.shape;
+  const struct {
+    CUtensorMap* map;
+    const char* name;
+    const void* data;
+    const Strides& stride;
+    int32_t s, h, d, rows;
+  } inputs[] = {
+      {&args->map_q, "q", params.q, params.stride_q, shape.s_q, shape.h_q, shape.d_qk, kBlockQ},
+      {&args->map_k, "k", params.k, params.stride_k, shape.s_k, shape.h_kv, shape.d_qk,
+       kernel.block_k},
+      {&args->map_v, "v", params.v, params.stride_v, shape.s_k, shape.h_kv, shape.d_v,
+       kernel.block_k},
+      {&args->map_dout, "dout", params.dout, params.stride_dout, shape.s_q, shape.h_q, shape.d_v,
+       kBlockQ},
+  };
+  for (const auto& input : inputs) {
+    const std::string error =
+        sm90::make_tensor_map(input.map, input.name, params.dtype, input.data, input.stride, shape.b,
+                              input.s, input.h, input.d, input.rows);
+    if (!error.empty()) return error;
+  }
+  const struct {
+    const char* name;
+    const void* data;
+    const Strides& stride;
+    int32_t s, h;
+  } others[] = {{"out", params.out, params.stride_out, shape.s_q, shape.h_q},
+                {"dq", params.dq, params.stride_dq, shape.s_q, shape.h_q},
+                {"dk", params.dk, params.stride_dk, shape.s_k, shape.h_kv},
+                {"dv", params.dv, params.stride_dv, shape.s_k, shape.h_kv}};
+  for (const auto& other : others) {
+    const std::string error = sm90::check_vector_access(other.name, other.data, other.stride,
+                                                        shape.b, other.s, other.h);
+    if (!error.empty()) return error;
+  }
+  return "";
+}
+
+// Without queries or keys every gradient is zero.
+cudaError_t fill_zeros(const BwdParams& params, cudaStream_t stream) {
+  const Shape& shape = params.shape;
+  cudaError_t error = fill_zero(params.dq, params.stride_dq, shape.b, shape.s_q, shape.h_q,
+                                shape.d_qk, stream);
+  if (error == cudaSuccess) {
+    error = fill_zero(params.dk, params.stride_dk, shape.b, shape.s_k, shape.h_kv, shape.d_qk,
+                      stream);
+  }
+  if (error == cudaSuccess) {
+    error = fill_zero(params.dv, params.stride_dv, shape.b, shape.s_k, shape.h_kv, shape.d_v,
+                      stream);
+  }
+  return error;
+}
+
+int32_t run(const BwdParams& params, cudaStream_t stream) {
+  constexpr const char* kName = "fm3_sm90_bwd";
+  const Shape& shape = params.shape;
+  if (int64_t{shape.b} * shape.h_q == 0 || (shape.s_q == 0 && shape.s_k == 0)) {
+    return static_cast<int32_t>(Status::kOk);
+  }
+  int32_t num_sms = 0;
+  std::string error = check_device(&num_sms);
+  if (!error.empty()) return fail(Status::kUnsupported, kName, error);
+  if (is_empty(shape)) {
+    const cudaError_t status = fill_zeros(params, stream);
+    if (status != cudaSuccess) return fail(Status::kBackendError, kName, cudaGetErrorString(status));
+    return static_cast<int32_t>(Status::kOk);
+  }
+  const BwdKernel& kernel = *find_kernel(params);
+
+  const int64_t needed = workspace_bytes(params);
+  if (params.workspace == nullptr || params.workspace_bytes < needed) {
+    return fail(Status::kInvalidArgument, kName,
+                "workspace_bytes=" + std::to_string(params.workspace_bytes) +
+                    "; fm3_sm90_bwd_workspace_bytes asks for " + std::to_string(needed));
+  }
+  KernelArgs args{};
+  PrepareArgs in{};
+  layout(params, kernel, static_cast<char*>(params.workspace), &args, &in);
+  error = make_tensor_maps(params, kernel, &args);
+  if (!error.empty()) return fail(Status::kUnsupported, kName, error);
+
+  args.shape = shape;
+  args.mask = params.mask;
+  args.group = shape.h_q / shape.h_kv;
+  args.is_deterministic = params.is_deterministic;
+  args.softmax_scale = params.softmax_scale;
+  args.dq = params.dq, args.dk = params.dk, args.dv = params.dv;
+  args.stride_dq = params.stride_dq;
+  args.stride_dk = params.stride_dk;
+  args.stride_dv = params.stride_dv;
+  in.dtype = params.dtype;
+  in.out = params.out, in.dout = params.dout, in.lse = params.lse, in.dlse = params.dlse;
+  in.stride_out = params.stride_out;
+  in.stride_dout = params.stride_dout;
+
+  cudaError_t status = prepare(args, in, stream);
+  if (status == cudaSuccess) {
+    status = kernel.launch(args, std::min(num_sms, args.num_work), stream);
+  }
+  if (status != cudaSuccess) return fail(Status::kBackendError, kName, cudaGetErrorString(status));
+  return static_cast<int32_t>(Status::kOk);
+}
+
+}  // namespace
+}  // namespace fm3::sm90_bwd
+
+using fm3::Status;
+
+int32_t fm3_sm90_bwd(const fm3::BwdParams* params, void* stream) {
+  constexpr const char* kName = "fm3_sm90_bwd";
+  std::string error = params == nullptr ? "params is nullptr" : fm3::check_params(*params);
+  if (!error.empty()) return fm3::sm90::fail(Status::kInvalidArgument, kName, error);
+  error = fm3::sm90_bwd::check_served(*params);
+  if (!error.empty()) return fm3::sm90::fail(Status::kUnsupported, kName, error);
+  return fm3::sm90_bwd::run(*params, static_cast<cudaStream_t>(stream));
+}
+
+int64_t fm3_sm90_bwd_workspace_bytes(const fm3::BwdParams* params) {
+  constexpr const char* kName = "fm3_sm90_bwd_workspace_bytes";
+  const std::string error =
+      params == nullptr ? "params is nullptr" : fm3::sm90_bwd::check_served(*params);
+  if (error.empty()) return fm3::sm90_bwd::workspace_bytes(*params);
+  fm3::sm90::fail(Status::kUnsupported, kName, error);
+  return -1;
+}
