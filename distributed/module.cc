@@ -143,6 +143,11 @@ BalanceProblem to_problem(const Array<int64_t>& weights, const Array<int32_t>& c
   return problem;
 }
 
+py::tuple from_balance(const Balance& result) {
+  return py::make_tuple(to_array<int32_t, int32_t>(result.ranks, {py::ssize_t(result.ranks.size())}), result.finish,
+                        result.lower_bound);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_planner, m) {
@@ -181,18 +186,21 @@ PYBIND11_MODULE(_planner, m) {
              return py::make_tuple(to_array<int32_t, int32_t>(needs.begins, {num_ranks + 1}),
                                    to_array<Run, int32_t>(needs.runs, {py::ssize_t(needs.runs.size()), 2}));
            })
-      .def("group_by_node", [](Scan& scan, const Array<int64_t>& weights, const Array<int32_t>& slots,
-                               const Array<double>& speed, const Array<int32_t>& num_links, double us_per_load,
-                               double us_per_row, int64_t max_steps) {
-        const GroupProblem problem{to_vector(weights), to_vector(slots), to_vector(speed), to_vector(num_links),
-                                   us_per_load,        us_per_row,       max_steps};
-        NodeGroups groups;
+      .def("balance_by_node", [](Scan& scan, const Array<int64_t>& weights, const Array<int32_t>& capacity,
+                                 const Array<double>& speed, const Array<int32_t>& node_of_rank, double us_per_load,
+                                 double us_per_row, double target_gap, int64_t max_triples, int32_t max_kicks,
+                                 int64_t max_steps) {
+        to_problem(weights, capacity, speed);  // checks
+        if (node_of_rank.size() != capacity.size()) throw py::value_error("planner: one node a rank");
+        if (weights.size() != scan.grid.num_chunks()) throw py::value_error("planner: one weight a chunk");
+        const NodeProblem problem{to_vector(weights),      to_vector(capacity), to_vector(speed),
+                                  to_vector(node_of_rank), us_per_load,         us_per_row};
+        Balance result;
         {
           py::gil_scoped_release release;
-          groups = group_by_node(problem, scan.find(), scan.grid);
+          result = balance_by_node(problem, scan.find(), scan.grid, {target_gap, max_triples, max_kicks}, max_steps);
         }
-        return py::make_tuple(to_array<int32_t, int32_t>(groups.nodes, {py::ssize_t(groups.nodes.size())}),
-                              groups.estimate_us);
+        return from_balance(result);
       });
 
   m.def("lower_bound", [](const Array<int64_t>& weights, const Array<int32_t>& capacity, const Array<double>& speed) {
@@ -210,8 +218,7 @@ PYBIND11_MODULE(_planner, m) {
       py::gil_scoped_release release;
       result = balance(problem, {target_gap, max_triples, max_kicks});
     }
-    return py::make_tuple(to_array<int32_t, int32_t>(result.ranks, {py::ssize_t(result.ranks.size())}), result.finish,
-                          result.lower_bound);
+    return from_balance(result);
   });
   m.def("balance_paper", [](const Array<int64_t>& weights, int32_t num_ranks, int32_t last_phase) {
     if (num_ranks < 1 || weights.size() % num_ranks != 0) {

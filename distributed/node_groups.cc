@@ -7,239 +7,360 @@
 namespace fm3::planner {
 namespace {
 
-constexpr double kUnhiddenShare = 0.1;  // of the shorter of compute and transfer, what overlap fails to hide
-constexpr double kEvenEnough = 0.005;   // nodes this close to the mean are left alone
+constexpr double kEvenEnough = 0.002;  // nodes this close to the mean are left alone
+constexpr size_t kTried = 12;          // chunks of a node that an exchange considers
+constexpr size_t kTradesVerified = 16;
+constexpr int kVerified = 4;           // candidates of an exchange whose traffic is computed exactly
 
-// Key rows cut so finely that every chunk needs each segment wholly or (nearly) not at all.
-class Segments {
- public:
-  Segments(const std::vector<Need>& needs, const ChunkGrid& grid) {
-    const size_t max_cuts = size_t(grid.num_chunks()) * 4 + 512;
-    collect(needs, grid, 1);
-    if (cuts_.size() > max_cuts) collect(needs, grid, kTile);  // single-row needs: round outwards to tiles
-    if (cuts_.size() > max_cuts * 4) cuts_ = chunk_cuts(grid);
-    needed_.resize(grid.num_chunks());
-    for (const Need& need : needs) {
-      const Run run{int32_t(std::upper_bound(cuts_.begin(), cuts_.end(), need.k_begin) - cuts_.begin()) - 1,
-                    int32_t(std::lower_bound(cuts_.begin(), cuts_.end(), need.k_end) - cuts_.begin())};
-      for (int32_t chunk = need.chunk_begin; chunk < need.chunk_end; ++chunk) add(needed_[chunk], run);
+// How many chunks each node gets, in proportion to its slots.
+std::vector<int32_t> chunks_per_node(const NodeProblem& problem, const std::vector<Node>& nodes) {
+  int64_t total = 0;
+  for (const Node& node : nodes) total += node.slots;
+  const int64_t num_chunks = problem.num_chunks();
+  std::vector<int32_t> counts;
+  int64_t slots_before = 0;
+  for (const Node& node : nodes) {
+    const int64_t begin = slots_before * num_chunks / total;
+    slots_before += node.slots;
+    counts.push_back(int32_t(slots_before * num_chunks / total - begin));
+  }
+  return counts;
+}
+
+// Neighbouring chunks together.
+std::vector<int32_t> contiguous(const NodeProblem& problem, const std::vector<Node>& nodes) {
+  std::vector<int32_t> node_of_chunk;
+  const std::vector<int32_t> counts = chunks_per_node(problem, nodes);
+  for (size_t node = 0; node < counts.size(); ++node) node_of_chunk.insert(node_of_chunk.end(), counts[node], int32_t(node));
+  return node_of_chunk;
+}
+
+// Chunks island by island, islands of heavy chunks first. An island is the chunks whose rows (most of them) are
+// seen up to the same chunk: those of one document, or all of a causal mask.
+std::vector<int32_t> heavy_islands_first(const NodeProblem& problem, const std::vector<Need>& needs,
+                                         const ChunkGrid& grid, bool is_by_weight) {
+  const int32_t num_chunks = problem.num_chunks();
+  std::vector<int32_t> island(num_chunks), widest(num_chunks);
+  for (const Need& need : needs) {
+    for (int32_t chunk = grid.chunk_of(need.k_begin), begin = need.k_begin; begin < need.k_end; ++chunk) {
+      const int32_t end = std::min(need.k_end, grid.end(chunk));
+      if (end - begin >= widest[chunk]) {
+        widest[chunk] = end - begin;
+        island[chunk] = need.chunk_end;
+      }
+      begin = end;
     }
-    for (auto& runs : needed_) make_disjoint(runs);
-    for (int32_t segment = 0; segment < count(); ++segment) {
-      if (segment == 0 || grid.chunk_of(cuts_[segment]) != grid.chunk_of(cuts_[segment - 1])) {
-        first_of_chunk_.push_back(segment);
+  }
+  std::vector<double> load(num_chunks + 1), count(num_chunks + 1);
+  for (int32_t chunk = 0; chunk < num_chunks; ++chunk) {
+    load[island[chunk]] += double(problem.weights[chunk]);
+    ++count[island[chunk]];
+  }
+  std::vector<int32_t> order(num_chunks);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t x, int32_t y) {
+    const int32_t ix = island[x], iy = island[y];
+    if (ix == iy) return is_by_weight && problem.weights[x] > problem.weights[y];
+    const double mean_x = load[ix] / count[ix], mean_y = load[iy] / count[iy];
+    return mean_x != mean_y ? mean_x > mean_y : ix < iy;
+  });
+  return order;
+}
+
+// Each node takes consecutive chunks from the heavy end and from the light end, in the proportion that gives it
+// its share of the load: even loads, and few islands broken.
+std::vector<int32_t> two_ended(const NodeProblem& problem, const std::vector<Node>& nodes,
+                               const std::vector<int32_t>& order) {
+  const std::vector<int32_t> counts = chunks_per_node(problem, nodes);
+  std::vector<Load> before(order.size() + 1);  // load of order[0, i)
+  for (size_t i = 0; i < order.size(); ++i) before[i + 1] = before[i] + problem.weights[order[i]];
+  double speed_left = 0;
+  for (const Node& node : nodes) speed_left += node.speed;
+  size_t front = 0, back = order.size();
+  std::vector<int32_t> node_of_chunk(order.size());
+  for (size_t node = 0; node < counts.size(); ++node) {
+    const double share = double(before[back] - before[front]) * nodes[node].speed / speed_left;
+    size_t best = 0;
+    double best_error = -1;
+    for (size_t from_front = 0; from_front <= size_t(counts[node]); ++from_front) {
+      const size_t from_back = counts[node] - from_front;
+      const double load = double(before[front + from_front] - before[front] + before[back] - before[back - from_back]);
+      const double error = load > share ? load - share : share - load;
+      if (best_error < 0 || error < best_error) {
+        best = from_front;
+        best_error = error;
       }
     }
-    first_of_chunk_.push_back(count());
+    for (size_t i = 0; i < best; ++i) node_of_chunk[order[front++]] = int32_t(node);
+    for (size_t i = best; i < size_t(counts[node]); ++i) node_of_chunk[order[--back]] = int32_t(node);
+    speed_left -= nodes[node].speed;
   }
-  int32_t count() const { return int32_t(cuts_.size()) - 1; }
-  int32_t rows(int32_t segment) const { return cuts_[segment + 1] - cuts_[segment]; }
-  const std::vector<Run>& needed_by(int32_t chunk) const { return needed_[chunk]; }
-  Run of_chunk(int32_t chunk) const { return {first_of_chunk_[chunk], first_of_chunk_[chunk + 1]}; }
+  return node_of_chunk;
+}
 
- private:
-  static std::vector<int32_t> chunk_cuts(const ChunkGrid& grid) {
-    std::vector<int32_t> cuts;
-    for (int32_t chunk = 0; chunk < grid.num_chunks(); ++chunk) cuts.push_back(grid.begin(chunk));
-    cuts.push_back(grid.s());
-    return cuts;
-  }
-  void collect(const std::vector<Need>& needs, const ChunkGrid& grid, int32_t unit) {
-    cuts_ = chunk_cuts(grid);
-    for (const Need& need : needs) {
-      cuts_.push_back(need.k_begin / unit * unit);
-      cuts_.push_back(std::min((need.k_end + unit - 1) / unit * unit, grid.s()));
-    }
-    std::sort(cuts_.begin(), cuts_.end());
-    cuts_.erase(std::unique(cuts_.begin(), cuts_.end()), cuts_.end());
-  }
-  static void add(std::vector<Run>& runs, Run run) {
-    if (!runs.empty() && runs.back().begin <= run.begin && run.begin <= runs.back().end) {
-      runs.back().end = std::max(runs.back().end, run.end);
-    } else {
-      runs.push_back(run);
-    }
-  }
-  static void make_disjoint(std::vector<Run>& runs) {
-    std::sort(runs.begin(), runs.end(), [](Run x, Run y) { return x.begin < y.begin; });
-    std::vector<Run> joined;
-    for (const Run& run : runs) add(joined, run);
-    runs.swap(joined);
-  }
-  std::vector<int32_t> cuts_;            // [count + 1] ascending key rows
-  std::vector<std::vector<Run>> needed_;  // [num_chunks] segments
-  std::vector<int32_t> first_of_chunk_;  // [num_chunks + 1]
+// --- exchanges between nodes --------------------------------------------------------------------
+
+struct Exchange {
+  double estimate_us;
+  int32_t mine, theirs;  // chunks; -1: nothing goes that way
 };
 
-// Loads and slow rows of every node, kept up to date while chunks move.
-class Grouping {
+double estimate_us(const Grouping& grouping, int32_t node) {
+  return overlapped_us(grouping.compute_us(node), grouping.transfer_us(node));
+}
+
+double latest_us(const Grouping& grouping) {
+  double latest = 0;
+  for (int32_t node = 0; node < grouping.num_nodes(); ++node) latest = std::max(latest, estimate_us(grouping, node));
+  return latest;
+}
+
+class NodeDescent {
  public:
-  Grouping(const GroupProblem& problem, const Segments& segments)
-      : problem_(problem), segments_(segments), num_nodes_(int32_t(problem.slots.size())) {}
+  NodeDescent(const NodeProblem& problem, const std::vector<Node>& nodes, Grouping& grouping)
+      : problem_(problem), nodes_(nodes), grouping_(grouping) {}
 
-  void load(const std::vector<int32_t>& nodes) {
-    nodes_.assign(nodes.size(), -1);
-    users_.assign(size_t(num_nodes_) * segments_.count(), 0);
-    owner_.assign(segments_.count(), -1);
-    loads_.assign(num_nodes_, 0);
-    slow_rows_.assign(num_nodes_, 0);
-    for (int32_t chunk = 0; chunk < int32_t(nodes.size()); ++chunk) add(chunk, nodes[chunk]);
-  }
-
-  void add(int32_t chunk, int32_t node) {
-    int32_t* users = &users_[size_t(node) * segments_.count()];
-    const Run own = segments_.of_chunk(chunk);
-    for (int32_t segment = own.begin; segment < own.end; ++segment) {
-      owner_[segment] = node;
-      if (users[segment] > 0) slow_rows_[node] -= segments_.rows(segment);
-    }
-    for (const Run& run : segments_.needed_by(chunk)) {
-      for (int32_t segment = run.begin; segment < run.end; ++segment) {
-        if (users[segment]++ == 0 && owner_[segment] != node) slow_rows_[node] += segments_.rows(segment);
-      }
-      steps_ += run.end - run.begin;
-    }
-    loads_[node] += problem_.weights[chunk];
-    nodes_[chunk] = node;
-    steps_ += own.end - own.begin + 8;
-  }
-
-  void remove(int32_t chunk) {
-    const int32_t node = nodes_[chunk];
-    int32_t* users = &users_[size_t(node) * segments_.count()];
-    for (const Run& run : segments_.needed_by(chunk)) {
-      for (int32_t segment = run.begin; segment < run.end; ++segment) {
-        if (--users[segment] == 0 && owner_[segment] != node) slow_rows_[node] -= segments_.rows(segment);
-      }
-      steps_ += run.end - run.begin;
-    }
-    const Run own = segments_.of_chunk(chunk);
-    for (int32_t segment = own.begin; segment < own.end; ++segment) {
-      owner_[segment] = -1;
-      if (users[segment] > 0) slow_rows_[node] += segments_.rows(segment);
-    }
-    loads_[node] -= problem_.weights[chunk];
-    nodes_[chunk] = -1;
-    steps_ += own.end - own.begin + 8;
-  }
-
-  // Estimated time of a node: the longer of compute and transfer, plus what overlap leaves of the shorter.
-  double estimate_us(int32_t node) const {
-    const double compute = double(loads_[node]) * problem_.us_per_load / problem_.speed[node];
-    const double transfer = double(slow_rows_[node]) * problem_.us_per_row / problem_.num_links[node];
-    return std::max(compute, transfer) + kUnhiddenShare * std::min(compute, transfer);
-  }
-
-  std::vector<int32_t> by_estimate() const {  // latest node first
-    std::vector<int32_t> order(num_nodes_);
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(),
-                     [&](int32_t x, int32_t y) { return estimate_us(x) > estimate_us(y); });
-    return order;
-  }
-
-  // Swaps chunks between the latest node and others while that makes it earlier.
-  double descend(int64_t max_steps) {
-    const int64_t last_step = steps_ + max_steps;
-    while (steps_ < last_step) {
-      const std::vector<int32_t> order = by_estimate();
-      double mean = 0;
-      for (int32_t node : order) mean += estimate_us(node) / num_nodes_;
-      if (estimate_us(order[0]) <= mean * (1 + kEvenEnough)) break;
+  // Exchanges chunks between the latest node and others while that makes the later of the two earlier.
+  void run(int64_t last_step) {
+    while (grouping_.steps() < last_step) {
+      std::vector<int32_t> order(nodes_.size());
+      std::iota(order.begin(), order.end(), 0);
+      std::stable_sort(order.begin(), order.end(), [&](int32_t x, int32_t y) {
+        return estimate_us(grouping_, x) > estimate_us(grouping_, y);
+      });
+      double mean_us = 0;
+      for (int32_t node : order) mean_us += estimate_us(grouping_, node) / double(order.size());
+      if (estimate_us(grouping_, order[0]) <= mean_us * (1 + kEvenEnough)) return;
       bool has_moved = false;
-      for (int32_t i = num_nodes_ - 1; i > 0 && !has_moved && steps_ < last_step; --i) {
-        has_moved = swap_best(order[0], order[i], last_step);
+      for (size_t i = order.size() - 1; i > 0 && !has_moved && grouping_.steps() < last_step; --i) {
+        has_moved = exchange_best(order[0], order[i]);
       }
-      if (!has_moved) break;
+      if (!has_moved) return;
     }
-    double latest = 0;
-    for (int32_t node = 0; node < num_nodes_; ++node) latest = std::max(latest, estimate_us(node));
-    return latest;
   }
-
-  const std::vector<int32_t>& nodes() const { return nodes_; }
 
  private:
-  // Chunks of the node, and one -1 if it has room: a move is a swap with nothing.
-  std::vector<int32_t> tradable(int32_t node) const {
+  struct Single {  // a chunk and what its move alone changes
+    int32_t chunk;
+    int64_t slow_rows_from, slow_rows_to;  // differences
+  };
+
+  std::vector<Single> singles(int32_t from, int32_t to) {
+    std::vector<Single> list;
     std::vector<int32_t> chunks;
-    for (int32_t chunk = 0; chunk < int32_t(nodes_.size()); ++chunk) {
-      if (nodes_[chunk] == node) chunks.push_back(chunk);
+    for (int32_t chunk = 0; chunk < problem_.num_chunks(); ++chunk) {
+      if (grouping_.node_of(chunk) == from) chunks.push_back(chunk);
     }
-    if (int32_t(chunks.size()) < problem_.slots[node]) chunks.push_back(-1);
-    return chunks;
+    std::stable_sort(chunks.begin(), chunks.end(),
+                     [&](int32_t x, int32_t y) { return problem_.weights[x] < problem_.weights[y]; });
+    if (int32_t(chunks.size()) < nodes_[from].slots) list.push_back({-1, 0, 0});  // room: the other side may just give
+    // A sample over all weights: chunks of one document and weight are as good as each other.
+    const size_t count_tried = std::min<size_t>(chunks.size(), kTried);
+    for (size_t i = 0; i < count_tried; ++i) {
+      const int32_t chunk = chunks[count_tried == chunks.size() ? i : (2 * i + 1) * chunks.size() / (2 * count_tried)];
+      const int64_t before_from = grouping_.slow_rows(from), before_to = grouping_.slow_rows(to);
+      grouping_.move(chunk, to);
+      list.push_back({chunk, grouping_.slow_rows(from) - before_from, grouping_.slow_rows(to) - before_to});
+      grouping_.move(chunk, from);
+    }
+    return list;
   }
 
-  void move(int32_t chunk, int32_t node) {
-    if (chunk < 0) return;
-    remove(chunk);
-    add(chunk, node);
-  }
-
-  bool swap_best(int32_t late, int32_t early, int64_t last_step) {
-    const std::vector<int32_t> from_late = tradable(late), from_early = tradable(early);
-    double best = estimate_us(late);
-    int32_t best_mine = -1, best_theirs = -1;
-    for (int32_t mine : from_late) {
-      move(mine, early);
-      for (int32_t theirs : from_early) {
-        if (mine < 0 && theirs < 0) continue;
-        move(theirs, late);
-        const double estimate = std::max(estimate_us(late), estimate_us(early));
-        if (estimate < best) {
-          best = estimate;
-          best_mine = mine;
-          best_theirs = theirs;
+  // Ranks all pairs by the sum of the two single moves, then computes the best few exactly.
+  bool exchange_best(int32_t late, int32_t early) {
+    const std::vector<Single> mine = singles(late, early), theirs = singles(early, late);
+    const double before_us = estimate_us(grouping_, late);
+    std::vector<Exchange> best;
+    for (const Single& x : mine) {
+      for (const Single& y : theirs) {
+        if (x.chunk < 0 && y.chunk < 0) continue;
+        const Load moved = (x.chunk < 0 ? 0 : problem_.weights[x.chunk]) - (y.chunk < 0 ? 0 : problem_.weights[y.chunk]);
+        const double late_us = guess_us(late, -moved, x.slow_rows_from + y.slow_rows_to);
+        const double early_us = guess_us(early, moved, x.slow_rows_to + y.slow_rows_from);
+        const Exchange guess{std::max(late_us, early_us), x.chunk, y.chunk};
+        if (guess.estimate_us >= before_us || (best.size() == kVerified && guess.estimate_us >= best.back().estimate_us)) {
+          continue;
         }
-        move(theirs, early);
+        if (best.size() == kVerified) best.pop_back();
+        best.insert(std::upper_bound(best.begin(), best.end(), guess,
+                                     [](const Exchange& p, const Exchange& q) { return p.estimate_us < q.estimate_us; }),
+                    guess);
       }
-      move(mine, late);
-      if (steps_ > last_step) break;
     }
-    if (best_mine < 0 && best_theirs < 0) return false;
-    move(best_mine, early);
-    move(best_theirs, late);
+    for (const Exchange& exchange : best) {
+      if (exchange.mine >= 0) grouping_.move(exchange.mine, early);
+      if (exchange.theirs >= 0) grouping_.move(exchange.theirs, late);
+      if (std::max(estimate_us(grouping_, late), estimate_us(grouping_, early)) < before_us) return true;
+      if (exchange.theirs >= 0) grouping_.move(exchange.theirs, early);
+      if (exchange.mine >= 0) grouping_.move(exchange.mine, late);
+    }
+    return false;
+  }
+
+  double guess_us(int32_t node, Load load_change, int64_t slow_rows_change) const {
+    const double compute_us = grouping_.compute_us(node) + double(load_change) * problem_.us_per_load / nodes_[node].speed;
+    return overlapped_us(compute_us, grouping_.to_transfer_us(node, grouping_.slow_rows(node) + slow_rows_change));
+  }
+
+  const NodeProblem& problem_;
+  const std::vector<Node>& nodes_;
+  Grouping& grouping_;
+};
+
+// --- exchanges between ranks --------------------------------------------------------------------
+
+// Single chunks traded between the latest rank and any other, on any node: what the balance inside nodes cannot
+// reach. A trade must make the later of the two earlier by more than it adds in transfer time.
+class RankDescent {
+ public:
+  RankDescent(const NodeProblem& problem, Grouping& grouping, std::vector<int32_t>& ranks)
+      : problem_(problem), grouping_(grouping), ranks_(ranks), chunks_(problem.num_ranks()), loads_(problem.num_ranks()) {
+    for (int32_t chunk = 0; chunk < problem.num_chunks(); ++chunk) {
+      chunks_[ranks[chunk]].push_back(chunk);
+      loads_[ranks[chunk]] += problem.weights[chunk];
+    }
+  }
+
+  void run(double goal, int64_t last_step) {
+    while (grouping_.steps() < last_step) {
+      int32_t latest = 0;
+      for (int32_t rank = 1; rank < problem_.num_ranks(); ++rank) {
+        if (finish(rank) > finish(latest)) latest = rank;
+      }
+      if (finish(latest) <= goal || !trade_best(latest)) return;
+    }
+  }
+
+ private:
+  struct Trade {
+    double gain_us;
+    int32_t other, mine, theirs;  // other rank; chunks, -1: nothing
+  };
+
+  double finish(int32_t rank) const { return double(loads_[rank]) / problem_.speed[rank]; }
+
+  bool trade_best(int32_t rank) {
+    std::vector<Trade> best;
+    const double before = finish(rank);
+    for (int32_t other = 0; other < problem_.num_ranks(); ++other) {
+      if (other == rank || finish(other) >= before) continue;
+      const bool has_room = int32_t(chunks_[other].size()) < problem_.capacity[other];
+      for (int32_t mine : chunks_[rank]) {
+        if (has_room) consider(rank, other, mine, -1, before, best);
+        for (int32_t theirs : chunks_[other]) consider(rank, other, mine, theirs, before, best);
+      }
+    }
+    double best_net_us = 0;
+    const Trade* chosen = nullptr;
+    for (const Trade& trade : best) {
+      if (trade.gain_us <= best_net_us) break;
+      const double transfer_before = transfer_us(rank, trade.other);
+      apply(rank, trade);
+      const double net_us = trade.gain_us - kUnhiddenShare * (transfer_us(rank, trade.other) - transfer_before);
+      apply(rank, {0, trade.other, trade.theirs, trade.mine});
+      if (net_us > best_net_us) {
+        best_net_us = net_us;
+        chosen = &trade;
+      }
+    }
+    if (chosen == nullptr) return false;
+    apply(rank, *chosen);
     return true;
   }
 
-  const GroupProblem& problem_;
-  const Segments& segments_;
-  int32_t num_nodes_;
-  std::vector<int32_t> nodes_;      // [num_chunks]
-  std::vector<int32_t> users_;      // [num_nodes][segments] chunks of the node that need the segment
-  std::vector<int32_t> owner_;      // [segments] node
-  std::vector<Load> loads_;         // [num_nodes]
-  std::vector<int64_t> slow_rows_;  // [num_nodes] rows needed and owned elsewhere
-  int64_t steps_ = 0;
-};
-
-std::vector<int32_t> contiguous(const GroupProblem& problem) {
-  std::vector<int32_t> nodes(problem.weights.size());
-  const int64_t total = std::accumulate(problem.slots.begin(), problem.slots.end(), int64_t{0});
-  int64_t slots_before = 0;
-  for (size_t node = 0; node < problem.slots.size(); ++node) {
-    const int64_t num_chunks = int64_t(nodes.size());
-    const int64_t begin = slots_before * num_chunks / total;
-    slots_before += problem.slots[node];
-    const int64_t end = slots_before * num_chunks / total;
-    std::fill(nodes.begin() + begin, nodes.begin() + end, int32_t(node));
+  void consider(int32_t rank, int32_t other, int32_t mine, int32_t theirs, double before, std::vector<Trade>& best) const {
+    const Load moved = problem_.weights[mine] - (theirs < 0 ? 0 : problem_.weights[theirs]);
+    if (moved <= 0) return;
+    const double after = std::max(double(loads_[rank] - moved) / problem_.speed[rank],
+                                  double(loads_[other] + moved) / problem_.speed[other]);
+    if (after >= before) return;
+    const Trade trade{(before - after) * problem_.us_per_load, other, mine, theirs};
+    const auto is_better = [](const Trade& x, const Trade& y) { return x.gain_us > y.gain_us; };
+    if (best.size() == kTradesVerified && !is_better(trade, best.back())) return;
+    if (best.size() == kTradesVerified) best.pop_back();
+    best.insert(std::upper_bound(best.begin(), best.end(), trade, is_better), trade);
   }
-  return nodes;
-}
+
+  double transfer_us(int32_t rank, int32_t other) const {
+    return grouping_.transfer_us(problem_.node_of_rank[rank]) + grouping_.transfer_us(problem_.node_of_rank[other]);
+  }
+
+  void apply(int32_t rank, const Trade& trade) {
+    if (trade.mine >= 0) give(trade.mine, rank, trade.other);
+    if (trade.theirs >= 0) give(trade.theirs, trade.other, rank);
+  }
+
+  void give(int32_t chunk, int32_t from, int32_t to) {
+    chunks_[from].erase(std::find(chunks_[from].begin(), chunks_[from].end(), chunk));
+    chunks_[to].push_back(chunk);
+    loads_[from] -= problem_.weights[chunk];
+    loads_[to] += problem_.weights[chunk];
+    ranks_[chunk] = to;
+    if (problem_.node_of_rank[from] != problem_.node_of_rank[to]) grouping_.move(chunk, problem_.node_of_rank[to]);
+  }
+
+  const NodeProblem& problem_;
+  Grouping& grouping_;
+  std::vector<int32_t>& ranks_;               // [num_chunks]
+  std::vector<std::vector<int32_t>> chunks_;  // [num_ranks]
+  std::vector<Load> loads_;                   // [num_ranks]
+};
 
 }  // namespace
 
-NodeGroups group_by_node(const GroupProblem& problem, const std::vector<Need>& needs, const ChunkGrid& grid) {
+Balance balance_by_node(const NodeProblem& problem, const std::vector<Need>& needs, const ChunkGrid& grid,
+                        const BalanceOptions& options, int64_t max_steps) {
+  const std::vector<Node> nodes = nodes_of(problem);
   const Segments segments(needs, grid);
-  Grouping grouping(problem, segments);
-  // Two starts: neighbours together (few slow rows, uneven) and even loads (many slow rows).
-  grouping.load(contiguous(problem));
-  NodeGroups best{{}, grouping.descend(problem.max_steps)};
-  best.nodes = grouping.nodes();
-  grouping.load(balance_lpt({problem.weights, problem.slots, problem.speed}));
-  const double estimate_us = grouping.descend(problem.max_steps / 4);
-  if (estimate_us < best.estimate_us) best = {grouping.nodes(), estimate_us};
-  return best;
+  Grouping grouping(problem, nodes, segments);
+  BalanceProblem between{problem.weights, {}, {}};
+  for (const Node& node : nodes) {
+    between.capacity.push_back(node.slots);
+    between.speed.push_back(node.speed);
+  }
+  // Starts: both ends of the islands (few slow rows, nearly even), neighbours together (few slow rows, uneven),
+  // longest first (even, many slow rows).
+  std::vector<int32_t> best;
+  double best_us = 0;
+  for (const auto& start : {two_ended(problem, nodes, heavy_islands_first(problem, needs, grid, false)),
+                            two_ended(problem, nodes, heavy_islands_first(problem, needs, grid, true)),
+                            contiguous(problem, nodes), balance_lpt(between)}) {
+    grouping.load(start);
+    NodeDescent(problem, nodes, grouping).run(grouping.steps() + max_steps / 5);
+    const double us = latest_us(grouping);
+    if (best.empty() || us < best_us) {
+      best = grouping.node_of_chunk();
+      best_us = us;
+    }
+  }
+  grouping.load(best);
+
+  std::vector<int32_t> ranks(problem.num_chunks());
+  for (int32_t node = 0; node < int32_t(nodes.size()); ++node) {
+    BalanceProblem inside;
+    std::vector<int32_t> chunks;
+    for (int32_t chunk = 0; chunk < problem.num_chunks(); ++chunk) {
+      if (best[chunk] == node) chunks.push_back(chunk);
+    }
+    for (int32_t chunk : chunks) inside.weights.push_back(problem.weights[chunk]);
+    for (int32_t rank : nodes[node].ranks) {
+      inside.capacity.push_back(problem.capacity[rank]);
+      inside.speed.push_back(problem.speed[rank]);
+    }
+    const Balance result = balance(inside, options);
+    for (size_t i = 0; i < chunks.size(); ++i) ranks[chunks[i]] = nodes[node].ranks[result.ranks[i]];
+  }
+
+  const BalanceProblem whole{problem.weights, problem.capacity, problem.speed};
+  const double bound = lower_bound(whole);
+  RankDescent(problem, grouping, ranks).run(bound * (1 + options.target_gap), grouping.steps() + max_steps / 5);
+  std::vector<Load> loads(problem.num_ranks());
+  for (int32_t chunk = 0; chunk < problem.num_chunks(); ++chunk) loads[ranks[chunk]] += problem.weights[chunk];
+  double finish = 0;
+  for (int32_t rank = 0; rank < problem.num_ranks(); ++rank) {
+    finish = std::max(finish, double(loads[rank]) / problem.speed[rank]);
+  }
+  return {ranks, finish, bound};
 }
 
 }  // namespace fm3::planner

@@ -47,7 +47,7 @@ class SearchEffort:
     """
 
     target_gap: float = 0.001
-    max_triples: int = 200
+    max_triples: int = 40
     max_kicks: int = 0
     max_group_steps: int = 400_000
 
@@ -116,27 +116,19 @@ def balance_by_node(
     arrays = _problem(weights, num_ranks, capacities, speeds)
     if topology.num_nodes == 1:
         return balance_chunks(weights, num_ranks, capacities=capacities, speeds=speeds, effort=effort)
-    weights, capacity, speed = arrays
-    members = [np.asarray(topology.ranks_of(node)) for node in range(topology.num_nodes)]
-    # Weights are nanoseconds of forward and backward; rows travel there (K, V) and back (dK, dV).
-    nodes, _ = scan.native.group_by_node(
-        weights,
-        np.array([capacity[ranks].sum() for ranks in members], np.int32),
-        np.array([speed[ranks].sum() for ranks in members]),
-        np.array([len(ranks) for ranks in members], np.int32),
+    # Weights are nanoseconds of forward and backward; rows travel forward (K, V), again in backward, and back
+    # (dK, dV).
+    ranks, finish, bound = scan.native.balance_by_node(
+        *arrays,
+        topology.as_array(),
         1e-3,
         3 * cost.slow.us_per_row(cost.row_bytes),
+        effort.target_gap,
+        effort.max_triples,
+        effort.max_kicks,
         effort.max_group_steps,
     )
-    chunk_ranks = np.zeros(len(weights), np.int32)
-    for node, ranks in enumerate(members):
-        chunks = np.nonzero(nodes == node)[0]
-        inner, _, _ = planner().balance(
-            weights[chunks], capacity[ranks], speed[ranks], effort.target_gap, effort.max_triples, effort.max_kicks
-        )
-        chunk_ranks[chunks] = ranks[inner]
-    loads = np.bincount(chunk_ranks, weights, minlength=num_ranks)
-    return Balance(tuple(chunk_ranks.tolist()), float((loads / speed).max()), planner().lower_bound(*arrays))
+    return Balance(tuple(ranks.tolist()), finish, bound)
 
 
 def _problem(

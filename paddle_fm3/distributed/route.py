@@ -132,7 +132,7 @@ def choose_num_stages(
         partition.chunk_ranks, np.diff(partition.chunk_begins_global), minlength=partition.num_ranks
     ).astype(np.float64)
     total = np.maximum(needs.num_rows(), 1)
-    remote = np.maximum(total - own, 0)
+    remote = np.maximum(total - own, 0)  # all needs but the own rows, of which few are not needed
     link = cost.slow if topology.num_nodes > 1 else cost.fast
     transfer_us = remote * link.us_per_row(cost.row_bytes)
     fwd_share = cost.fwd_tile_us / (cost.fwd_tile_us + cost.bwd_tile_us)
@@ -140,9 +140,12 @@ def choose_num_stages(
     remote_us = compute_us * remote / np.maximum(total, own + remote)
     best = (np.inf, 1)
     for num_stages in STAGE_CHOICES:
-        now = compute_us - remote_us
-        for stage in range(1, num_stages + 1):
-            arrival = transfer_us * stage / num_stages + link.latency_us
-            now = np.maximum(now, np.where(remote > 0, arrival, 0)) + remote_us / num_stages + cost.step_overhead_us
-        best = min(best, (float(now.max()), num_stages))
+        # Arrivals are evenly spaced, so the finish is set by the start, the first or the last arrival alone.
+        per_stage = remote_us / num_stages + cost.step_overhead_us
+        first_arrival = transfer_us / num_stages + link.latency_us
+        finish = np.maximum(
+            np.maximum(compute_us - remote_us, first_arrival) + num_stages * per_stage,
+            transfer_us + link.latency_us + per_stage,
+        )
+        best = min(best, (float(finish.max()), num_stages))
     return best[1]

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// Bookkeeping of chunks on nodes: loads, and rows each node must fetch over the slow link.
+#pragma once
+
+#include <vector>
+
+#include "balance.h"
+#include "needs.h"
+
+namespace fm3::planner {
+
+struct NodeProblem {
+  std::vector<Load> weights;         // [num_chunks]
+  std::vector<int32_t> capacity;     // [num_ranks] chunks at most
+  std::vector<double> speed;         // [num_ranks]
+  std::vector<int32_t> node_of_rank;  // [num_ranks]
+  double us_per_load;                // compute time of one unit of weight at speed 1
+  double us_per_row;                 // time of one K/V row (there and back) on one slow link
+
+  int32_t num_chunks() const { return int32_t(weights.size()); }
+  int32_t num_ranks() const { return int32_t(capacity.size()); }
+};
+
+// What the ranks of one node have together.
+struct Node {
+  std::vector<int32_t> ranks;
+  int32_t slots = 0;   // chunks at most
+  double speed = 0;
+};
+std::vector<Node> nodes_of(const NodeProblem& problem);
+
+// Key rows cut so finely that every chunk needs each segment wholly or (nearly) not at all.
+class Segments {
+ public:
+  Segments(const std::vector<Need>& needs, const ChunkGrid& grid);
+  int32_t count() const { return int32_t(cuts_.size()) - 1; }
+  int32_t rows(int32_t segment) const { return cuts_[segment + 1] - cuts_[segment]; }
+  const std::vector<Run>& needed_by(int32_t chunk) const { return needed_[chunk]; }
+  Run of_chunk(int32_t chunk) const { return {first_of_chunk_[chunk], first_of_chunk_[chunk + 1]}; }
+
+ private:
+  void collect(const std::vector<Need>& needs, const ChunkGrid& grid, int32_t unit);
+
+  std::vector<int32_t> cuts_;            // [count + 1] ascending key rows
+  std::vector<std::vector<Run>> needed_;  // [num_chunks] segments
+  std::vector<int32_t> first_of_chunk_;  // [num_chunks + 1]
+};
+
+
+// Which chunk is on which node, with loads and slow rows kept up to date while chunks move.
+class Grouping {
+ public:
+  Grouping(const NodeProblem& problem, const std::vector<Node>& nodes, const Segments& segments)
+      : problem_(problem), nodes_(nodes), segments_(segments) {}
+
+  void load(const std::vector<int32_t>& node_of_chunk);
+  void add(int32_t chunk, int32_t node);
+  void remove(int32_t chunk);
+  void move(int32_t chunk, int32_t node) {
+    remove(chunk);
+    add(chunk, node);
+  }
+
+  int32_t num_nodes() const { return int32_t(nodes_.size()); }
+  int32_t node_of(int32_t chunk) const { return node_of_chunk_[chunk]; }
+  const std::vector<int32_t>& node_of_chunk() const { return node_of_chunk_; }
+  double compute_us(int32_t node) const {
+    return double(loads_[node]) * problem_.us_per_load / nodes_[node].speed;
+  }
+  double transfer_us(int32_t node) const { return to_transfer_us(node, slow_rows_[node]); }
+  double to_transfer_us(int32_t node, int64_t slow_rows) const {
+    return double(slow_rows) * problem_.us_per_row / double(nodes_[node].ranks.size());
+  }
+  int64_t slow_rows(int32_t node) const { return slow_rows_[node]; }
+  Load load_of(int32_t node) const { return loads_[node]; }
+  // Elementary steps so far: a budget in these is the same on every machine, unlike a time.
+  int64_t steps() const { return steps_; }
+
+ private:
+  const NodeProblem& problem_;
+  const std::vector<Node>& nodes_;
+  const Segments& segments_;
+  std::vector<int32_t> node_of_chunk_;
+  std::vector<int32_t> users_;      // [num_nodes][segments] chunks of the node that need the segment
+  std::vector<int32_t> owner_;      // [segments] node
+  std::vector<Load> loads_;         // [num_nodes]
+  std::vector<int64_t> slow_rows_;  // [num_nodes] rows needed and owned elsewhere
+  int64_t steps_ = 0;
+};
+
+// What the overlap of compute and transfer fails to hide, as a share of the shorter of the two.
+constexpr double kUnhiddenShare = 0.3;
+inline double overlapped_us(double compute_us, double transfer_us) {
+  return std::max(compute_us, transfer_us) + kUnhiddenShare * std::min(compute_us, transfer_us);
+}
+
+}  // namespace fm3::planner
