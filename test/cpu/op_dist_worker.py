@@ -20,7 +20,7 @@ import paddle
 import paddle.distributed as dist
 
 from paddle_fm3 import flashmask_attention
-from paddle_fm3.testing.cases import AttentionCase, RawMask
+from paddle_fm3.testing.cases import AttentionCase, RawMask, make_inputs
 
 B, S_Q, S_K, D_QK, D_V = 2, 140, 150, 16, 24
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
@@ -47,7 +47,7 @@ def make_case(heads: str, mask: str) -> AttentionCase:
 
 def run_sharded(case: AttentionCase, axis: int | None, mesh: dist.ProcessMesh, outputs: str):
     """Whole out, lse, dq, dk, dv after gathering, and the placements of out, q.grad, k.grad."""
-    inputs = op_support.make_inputs(case)
+    inputs = make_inputs(case)
     is_split = axis is not None
 
     def shard(array, can_split: bool = True) -> paddle.Tensor:
@@ -74,7 +74,7 @@ def run_sharded(case: AttentionCase, axis: int | None, mesh: dist.ProcessMesh, o
 
 
 def run_whole(case: AttentionCase, outputs: str) -> op_support.Result:
-    inputs = op_support.make_inputs(case)
+    inputs = make_inputs(case)
     if "out" not in outputs:
         inputs.dout[:] = 0
     if "lse" not in outputs:

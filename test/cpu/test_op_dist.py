@@ -15,6 +15,7 @@ import pytest
 from launch import launch
 
 from paddle_fm3 import flashmask_attention
+from paddle_fm3.testing.cases import make_inputs
 
 NUM_CASES = len(op_dist_worker.HEADS) * len(op_dist_worker.MASKS) * len(op_dist_worker.SPLITS) + 8
 
@@ -32,7 +33,7 @@ def test_every_split(num_ranks, tmp_path, monkeypatch):
 def test_callers_tensors_stay_as_they_are():
     """Paddle's own call would turn a plain tensor among dist tensors into a dist tensor, in place."""
     case = op_dist_worker.make_case("gqa", "h_mask_1")
-    inputs = op_support.make_inputs(case)
+    inputs = make_inputs(case)
     mesh = dist.ProcessMesh([0], dim_names=["x"])
     q = dist.shard_tensor(op_support.to_tensor(inputs.q), mesh, [dist.Shard(0)])
     k, v = op_support.to_tensor(inputs.k), op_support.to_tensor(inputs.v)
