@@ -77,7 +77,6 @@ $(LINT_STAMP): $(SETUP_STAMP) requirements-dev.txt
 
 lint: $(LINT_STAMP)
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
 
 clean:
 	rm -rf build dist paddle_fm3/_lib *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
