@@ -30,7 +30,10 @@ def main(wanted: dict[str, Any]) -> int:
     for name, known in (("case", device.CASES), ("impl", device.IMPLS)):
         for value in wanted[name]:
             if value not in known:
-                print(f"bench: --{name} {value!r} is unknown on {wanted['device']}; known: {', '.join(known)}", file=sys.stderr)
+                print(
+                    f"bench: --{name} {value!r} is unknown on {wanted['device']}; known: {', '.join(known)}",
+                    file=sys.stderr,
+                )
                 return 2
     kind = "memory" if wanted["memory"] else "attention"
     threads = wanted["threads"] or len(os.sched_getaffinity(0))

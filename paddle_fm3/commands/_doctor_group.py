@@ -72,7 +72,14 @@ def _hybrid_configs(cp: int | None, config: str | None) -> dict[str, Any]:
     if cp < 1 or world % cp:
         raise ValueError(f"--cp {cp} must divide the {world} ranks")
     order = ["dp", "pp", "sharding", "sep", "mp"]
-    return {"dp_degree": world // cp, "sep_degree": cp, "mp_degree": 1, "pp_degree": 1, "sharding_degree": 1, "order": order}
+    return {
+        "dp_degree": world // cp,
+        "sep_degree": cp,
+        "mp_degree": 1,
+        "pp_degree": 1,
+        "sharding_degree": 1,
+        "order": order,
+    }
 
 
 def _layout_check(everyone: Communicator, group: Any) -> Check:
@@ -83,7 +90,9 @@ def _layout_check(everyone: Communicator, group: Any) -> Check:
     cp_groups = sorted({tuple(record["members"]) for record in records})
     for rank, record in enumerate(records):
         if rank not in record["members"] or records[record["members"][0]]["members"] != record["members"]:
-            return Check("layout", "fail", f"rank {rank} says its group is {record['members']}; the others' lists differ")
+            return Check(
+                "layout", "fail", f"rank {rank} says its group is {record['members']}; the others' lists differ"
+            )
     spans = max(len({records[member]["host"] for member in members}) for members in cp_groups)
     shown = " ".join(str(list(members)) for members in cp_groups[:4]) + (" ..." if len(cp_groups) > 4 else "")
     backend = "gloo" if everyone.is_gloo else "nccl"
@@ -96,7 +105,7 @@ def _guarded(name: str, run: Any) -> Check:
     longer than the communicator's limit."""
     try:
         return Check(name, "ok", run())
-    except Exception as error:  # noqa: BLE001 - the finding
+    except Exception as error:
         return Check(name, "fail", " ".join(str(error).split())[:300])
 
 
@@ -109,7 +118,9 @@ def _collectives(communicator: Communicator) -> str:
         for sender, received in enumerate(gathered):
             expected = np.arange(1, 7) * (sender + 1)
             if not np.array_equal(received.astype("float32").numpy(), expected):
-                raise RuntimeError(f"all_gather {dtype}: from rank {sender} came {received.tolist()}, expected {expected}")
+                raise RuntimeError(
+                    f"all_gather {dtype}: from rank {sender} came {received.tolist()}, expected {expected}"
+                )
     for dtype in ("float32", "bfloat16"):
         parts = paddle.ones([num_ranks, 5]).astype(dtype) * (rank + 1)  # [num_ranks, 5]
         summed = communicator.post_reduce_scatter(parts, f"doctor reduce_scatter {dtype}").wait()
@@ -127,7 +138,9 @@ def _link_speed(communicator: Communicator) -> str:
         communicator.post_all_gather(payload, "doctor link speed").wait()[-1].sum().item()
         times_s.append(time.perf_counter() - begin_s)
     received = LINK_BYTES * (communicator.num_ranks - 1)
-    return f"all_gather of {LINK_BYTES >> 20} MiB a rank: {received / np.median(times_s) / 1e9:.2f} GB/s received by each"
+    return (
+        f"all_gather of {LINK_BYTES >> 20} MiB a rank: {received / np.median(times_s) / 1e9:.2f} GB/s received by each"
+    )
 
 
 def _split_attention(group: Any) -> str:

@@ -49,12 +49,16 @@ def add_mask_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--file", metavar="PATH", help="document lengths: .json, .npy, or text with one sequence a line")
     group.add_argument("--pattern", metavar="NAME", help=f"one of: {', '.join(PATTERNS)}; parameters by --set")
     group.add_argument("--case", metavar="NAME", help="a benchmark mask, e.g. 32k_causal_document")
-    group.add_argument("--dense", metavar="PATH.npy", help="boolean table [s_q, s_k] or [b, h_mask, s_q, s_k], True = visible")
+    group.add_argument(
+        "--dense", metavar="PATH.npy", help="boolean table [s_q, s_k] or [b, h_mask, s_q, s_k], True = visible"
+    )
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE",
                         help="parameter of --pattern; VALUE is JSON: --set s=4096 --set window=512")  # fmt: skip
     parser.add_argument("--kind", choices=DOCUMENT_KINDS, default=None,
                         help="what documents mean (default causal_document)")  # fmt: skip
-    parser.add_argument("--s", type=int, default=None, metavar="N", help="pad every sequence of --documents or --file to N tokens")
+    parser.add_argument(
+        "--s", type=int, default=None, metavar="N", help="pad every sequence of --documents or --file to N tokens"
+    )
 
 
 def mask_from_arguments(arguments: argparse.Namespace) -> ColumnMask:
@@ -152,7 +156,11 @@ def _lengths(text: str) -> list[int]:
 
 
 def _check_lengths(where: str, sequence: Any) -> None:
-    flat = [x for part in sequence for x in (part if isinstance(part, list) else [part])] if isinstance(sequence, list) else []
+    flat = (
+        [x for part in sequence for x in (part if isinstance(part, list) else [part])]
+        if isinstance(sequence, list)
+        else []
+    )
     if not flat or not all(isinstance(x, int) and x > 0 for x in flat):
         raise InputError(f"{where}: {str(sequence)[:80]} is no list of positive token counts")
 

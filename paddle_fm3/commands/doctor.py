@@ -32,10 +32,16 @@ MARKS = {"ok": "ok  ", "note": "note", "fail": "FAIL"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="limit of the operator's self-check")
     parser.add_argument("--device", choices=("cpu", "gpu"), default=None, help="default: Paddle's current device")
-    parser.add_argument("--ranks", type=int, default=None, metavar="N", help="start N processes here and check them together")
-    parser.add_argument("--cp", type=int, default=None, metavar="N", help="context-parallel degree (default: every rank)")
+    parser.add_argument(
+        "--ranks", type=int, default=None, metavar="N", help="start N processes here and check them together"
+    )
+    parser.add_argument(
+        "--cp", type=int, default=None, metavar="N", help="context-parallel degree (default: every rank)"
+    )
     parser.add_argument("--config", default=None, metavar="NAME", help="make the groups of this shipped config or file")
-    parser.add_argument("--script", action="store_true", help="print the path of the script to give to a launcher, and stop")
+    parser.add_argument(
+        "--script", action="store_true", help="print the path of the script to give to a launcher, and stop"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 

@@ -110,7 +110,9 @@ def test_four_bounds_are_not_causal():
     bounds, is_causal = mask.to_bounds()
     assert bounds.shape[3] == 4 and not is_causal
     q, k, v = _qkv()
-    ours, weights = adapter.attention_forward(_layer(), q, k, v, attn_mask_startend_row_indices=paddle.to_tensor(bounds))
+    ours, weights = adapter.attention_forward(
+        _layer(), q, k, v, attn_mask_startend_row_indices=paddle.to_tensor(bounds)
+    )
     dense = paddle.where(paddle.to_tensor(mask.dense()), 0.0, -1e9)
     module = _layer()
     module.num_key_value_groups = 2

@@ -49,7 +49,20 @@ def test_every_option_reaches_the_device(monkeypatch, capsys):
         yield RECORD
 
     device = SimpleNamespace(CASES=("a", "b"), IMPLS=("fm3", "flex"), COLUMNS={"memory": ["case"]}, run=run)
-    argv = ["bench", "--memory", "--case", "a", "--impl", "flex", "--dtype", "float16", "--repeats", "7", "--threads", "1"]
+    argv = [
+        "bench",
+        "--memory",
+        "--case",
+        "a",
+        "--impl",
+        "flex",
+        "--dtype",
+        "float16",
+        "--repeats",
+        "7",
+        "--threads",
+        "1",
+    ]
     wanted = {}
     monkeypatch.setattr(bench, "measuring_command", lambda w: wanted.update(w) or [sys.executable, "-c", ""])
     main(argv)
@@ -74,4 +87,6 @@ def test_an_unknown_name_lists_the_known_ones(capfd, flag, known):
 
 def test_thread_counts_reach_every_library():
     environment = _bench_run.prepared_environment(3)
-    assert {environment[name] for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "FLAGS_paddle_num_threads")} == {"3"}
+    assert {environment[name] for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "FLAGS_paddle_num_threads")} == {
+        "3"
+    }

@@ -26,7 +26,9 @@ def test_this_installation_is_sound(capsys):
     assert report["is_sound"]
     by_name = {check["name"]: check for check in report["checks"]}
     assert by_name["fm3_op"]["verdict"] == "ok"
-    done, total = re.match(r"(\d+) of (\d+) hostile cases agree", by_name["operator on cpu, float32"]["detail"]).groups()
+    done, total = re.match(
+        r"(\d+) of (\d+) hostile cases agree", by_name["operator on cpu, float32"]["detail"]
+    ).groups()
     assert 0 < int(done) <= int(total) == len(cases.HOSTILE_CASES)
 
 
@@ -64,7 +66,9 @@ def test_time_limit_stops_the_self_check_after_a_case():
 def test_missing_libraries_fail_and_say_how_to_build(tmp_path):
     code = "from paddle_fm3.commands._doctor_checks import library_checks as f; [print(c.verdict, c.name, c.detail) for c in f()]"
     environment = {**os.environ, "FM3_LIB_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60, check=True)
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60, check=True
+    )
     for name in ("fm3_cpu", "fm3_op", "planner"):
         assert re.search(rf"^fail {name} .*{re.escape(str(tmp_path))}", shown.stdout, re.M), shown.stdout
     assert "make build" in shown.stdout

@@ -30,7 +30,9 @@ def assert_is(shown: dict, mask: masks.ColumnMask) -> None:
 
 def test_documents_typed(capsys):
     assert_is(report(capsys, "--documents", "100, 56 44"), masks.causal_document([100, 56, 44]))
-    assert_is(report(capsys, "--documents", "100,56", "--kind", "document", "--s", "200"), masks.document([100, 56, 44]))
+    assert_is(
+        report(capsys, "--documents", "100,56", "--kind", "document", "--s", "200"), masks.document([100, 56, 44])
+    )
 
 
 def test_block_density_counts_whole_tiles(capsys):
@@ -114,7 +116,10 @@ def test_text_report_has_the_picture_and_the_png_is_written(capsys, tmp_path):
         (["--case", "8k_full", "--kind", "document"], "--kind belongs to --documents and --file"),
         (["--case", "9k_full"], "no case '9k_full'"),
         (["--pattern", "sliding"], "--pattern 'sliding' is unknown; known: full"),
-        (["--pattern", "sliding_window", "--set", "s=8"], "missing a required argument: 'window'; parameters: s, window"),
+        (
+            ["--pattern", "sliding_window", "--set", "s=8"],
+            "missing a required argument: 'window'; parameters: s, window",
+        ),
         (["--pattern", "sliding_window", "--set", "s=eight"], "expected KEY=VALUE with a JSON value"),
         (["--pattern", "sliding_window", "--set", "s=8", "--set", "window=0"], "window=0 must be >= 1"),
         (["--file", "nowhere.txt"], "no file nowhere.txt"),

@@ -131,7 +131,11 @@ def test_a_layout_that_does_not_divide_is_refused(section, changes, message):
 
 @pytest.mark.parametrize(
     ("s", "cp", "message"),
-    [(131072 + 128, 16, "multiple of 256"), (2048 * 24, 16, "multiple of the planner's 2048-token chunk"), (4097, 16, "multiple of context_parallel")],
+    [
+        (131072 + 128, 16, "multiple of 256"),
+        (2048 * 24, 16, "multiple of the planner's 2048-token chunk"),
+        (4097, 16, "multiple of context_parallel"),
+    ],
 )
 def test_a_sequence_that_does_not_split_into_chunks_is_refused(s, cp, message):
     content = _content()

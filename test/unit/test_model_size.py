@@ -8,7 +8,13 @@ import dataclasses
 import pytest
 
 from paddle_fm3.integration.paddlenlp.config_schema import Training, load_scenario, scenario_names
-from paddle_fm3.integration.paddlenlp.model_size import FORMULAS, MemoryEstimate, ModelShape, count_parameters, estimate_memory
+from paddle_fm3.integration.paddlenlp.model_size import (
+    FORMULAS,
+    MemoryEstimate,
+    ModelShape,
+    count_parameters,
+    estimate_memory,
+)
 
 SHAPES = [
     ModelShape(96, 64, 2, 4, 2, 4, 2, 48, 80, 128),
@@ -74,7 +80,9 @@ def test_memory_splits_as_the_layout_says():
     assert _estimate(sharding=4, expert_sharding=2, ep=2).optimizer_bytes == pytest.approx(
         12 * (count.dense / 4 + count.experts / 4), abs=1
     )
-    assert _estimate(sharding=4, expert_sharding=4, sharding_stage=3).weights_bytes == pytest.approx(2 * count.total / 4, abs=1)
+    assert _estimate(sharding=4, expert_sharding=4, sharding_stage=3).weights_bytes == pytest.approx(
+        2 * count.total / 4, abs=1
+    )
     assert _estimate(has_reference_model=True).reference_model_bytes == plain.weights_bytes
     assert _estimate(pp=2).weights_bytes == count.total
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from paddle_fm3.integration.paddlenlp.layout import Layout, check_choice
 from paddle_fm3.integration.paddlenlp.model_size import MemoryEstimate, ModelShape, estimate_memory
 from paddle_fm3.integration.paddlenlp.settings import FlashMask3Settings
 
@@ -21,121 +22,6 @@ CONFIG_DIR = Path(__file__).parent / "configs"
 CHUNK_TOKENS = 2048  # what the planner balances (the paper's chunk)
 TILE_TOKENS = 128
 MASKS = ("causal_document", "document", "share_question")
-RECOMPUTE = ("full", "none")
-TOPOLOGIES = ("hybrid", "expert")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the GPUs are used.
-
-    Attributes:
-        topology: "hybrid": fleet's usual grid, num_gpus = dp x sharding x cp x tp x pp, as PaddleNLP 3.0.0b4's flags
-            set it. "expert": fleet's grid for expert parallelism (`ep_degree` > 1 in its hybrid_configs), where the
-            context-parallel ranks are part of the sharding ranks: num_gpus = sharding x tp x pp and
-            sharding = moe_sharding x ep; dp is 1.
-        num_gpus, gpus_per_node: the cluster.
-        gpu_memory_gib: memory of one GPU, which the estimate is held against.
-        sharding_stage: 1 optimizer states, 2 gradients too, 3 weights too; 0 with sharding 1.
-    """
-
-    topology: str
-    num_gpus: int
-    gpus_per_node: int
-    gpu_memory_gib: float
-    context_parallel_degree: int = 1
-    tensor_parallel_degree: int = 1
-    pipeline_parallel_degree: int = 1
-    sharding_parallel_degree: int = 1
-    sharding_stage: int = 0
-    expert_parallel_degree: int = 1
-    moe_sharding_degree: int = 1
-
-    def __post_init__(self) -> None:
-        _choice("Layout", "topology", self.topology, TOPOLOGIES)
-        for name, value in vars(self).items():
-            if name.endswith("_degree") and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"Layout: {name}={value!r} must be a whole number >= 1")
-        model_ranks = self.tensor_parallel_degree * self.pipeline_parallel_degree
-        if self.topology == "hybrid":
-            if (self.expert_parallel_degree, self.moe_sharding_degree) != (1, 1):
-                raise ValueError(
-                    f"Layout: topology 'hybrid' has no expert parallelism (expert_parallel_degree="
-                    f"{self.expert_parallel_degree}, moe_sharding_degree={self.moe_sharding_degree}); use topology 'expert'"
-                )
-            used = model_ranks * self.sharding_parallel_degree * self.context_parallel_degree
-            if self.num_gpus % used:
-                raise ValueError(
-                    f"Layout: sharding {self.sharding_parallel_degree} x cp {self.context_parallel_degree} x tp "
-                    f"{self.tensor_parallel_degree} x pp {self.pipeline_parallel_degree} = {used} must divide num_gpus={self.num_gpus}"
-                )
-        else:
-            self._check_expert_topology(model_ranks)
-        if (self.sharding_parallel_degree > 1) != (self.sharding_stage > 0):
-            raise ValueError(
-                f"Layout: sharding_stage={self.sharding_stage} with sharding_parallel_degree={self.sharding_parallel_degree}; "
-                "a stage (1, 2, 3) belongs to a degree above 1"
-            )
-        if self.num_gpus % self.gpus_per_node and self.num_gpus > self.gpus_per_node:
-            raise ValueError(f"Layout: num_gpus={self.num_gpus} is no multiple of gpus_per_node={self.gpus_per_node}")
-
-    def _check_expert_topology(self, model_ranks: int) -> None:
-        if self.sharding_parallel_degree * model_ranks != self.num_gpus:
-            raise ValueError(
-                f"Layout: topology 'expert' needs sharding {self.sharding_parallel_degree} x tp {self.tensor_parallel_degree} "
-                f"x pp {self.pipeline_parallel_degree} = num_gpus={self.num_gpus}"
-            )
-        if self.moe_sharding_degree * self.expert_parallel_degree != self.sharding_parallel_degree:
-            raise ValueError(
-                f"Layout: moe_sharding {self.moe_sharding_degree} x ep {self.expert_parallel_degree} must equal sharding "
-                f"{self.sharding_parallel_degree}"
-            )
-        if self.sharding_parallel_degree % self.context_parallel_degree:
-            raise ValueError(
-                f"Layout: context_parallel_degree={self.context_parallel_degree} must divide sharding "
-                f"{self.sharding_parallel_degree}: topology 'expert' takes its ranks from there"
-            )
-        if self.expert_parallel_degree == 1:
-            raise ValueError("Layout: topology 'expert' needs expert_parallel_degree > 1; fleet builds it for no other")
-
-    @property
-    def num_replicas(self) -> int:
-        """Groups that work on different sequences: data parallel x sharding, context parallelism taken out."""
-        return self.num_gpus // (
-            self.context_parallel_degree * self.tensor_parallel_degree * self.pipeline_parallel_degree
-        )
-
-    @property
-    def data_parallel_degree(self) -> int:
-        """What fleet is told as dp_degree."""
-        if self.topology == "expert":
-            return 1
-        return self.num_replicas // self.sharding_parallel_degree
-
-    @property
-    def nodes_per_context_group(self) -> int:
-        """Nodes a context-parallel group spans, its ranks being neighbours (the planner's --nodes)."""
-        ranks = self.context_parallel_degree * self.tensor_parallel_degree
-        return max(1, -(-ranks // self.gpus_per_node))
-
-    def fleet_hybrid_configs(self) -> dict[str, Any]:
-        """What `fleet.init` takes as ``strategy.hybrid_configs`` (Paddle 3.3.1)."""
-        common = {
-            "dp_degree": self.data_parallel_degree,
-            "mp_degree": self.tensor_parallel_degree,
-            "pp_degree": self.pipeline_parallel_degree,
-            "sharding_degree": self.sharding_parallel_degree,
-        }
-        if self.topology == "hybrid":
-            return {**common, "sep_degree": self.context_parallel_degree, "order": ["dp", "pp", "sharding", "sep", "mp"]}
-        return {
-            **common,
-            "sep_degree": 1,
-            "cp_degree": self.context_parallel_degree,
-            "ep_degree": self.expert_parallel_degree,
-            "moe_sharding_degree": self.moe_sharding_degree,
-            "order": ["pp", "moe_sharding", "ep", "dp", "sharding", "sep", "cp", "mp"],
-        }
 
 
 @dataclass(frozen=True)
@@ -154,13 +40,15 @@ class Data:
     documents: Any
 
     def __post_init__(self) -> None:
-        _choice("Data", "mask", self.mask, MASKS)
+        check_choice("Data", "mask", self.mask, MASKS)
         lengths = self.document_lengths()
         total = sum(sum(x) if isinstance(x, list) else x for x in lengths)
         if total != self.max_seq_len:
             raise ValueError(f"Data: documents hold {total} tokens; max_seq_len={self.max_seq_len}")
         if (self.mask == "share_question") != isinstance(lengths[0], list):
-            raise ValueError(f"Data: mask {self.mask!r} with documents like {lengths[0]!r}; share_question takes [question, answer, ...]")
+            raise ValueError(
+                f"Data: mask {self.mask!r} with documents like {lengths[0]!r}; share_question takes [question, answer, ...]"
+            )
 
     def document_lengths(self) -> list[Any]:
         if not isinstance(self.documents, str):
@@ -211,7 +99,7 @@ class Training:
     seed: int = 42
 
     def __post_init__(self) -> None:
-        _choice("Training", "recompute_granularity", self.recompute_granularity, ("full",))
+        check_choice("Training", "recompute_granularity", self.recompute_granularity, ("full",))
 
 
 # Fields of the section "training" that PaddleNLP keeps in its model config and not in TrainingArguments.
@@ -249,14 +137,18 @@ class Scenario:
                 f"Scenario: s_local={self.s_local} must be a multiple of {2 * TILE_TOKENS}, two chunks of whole {TILE_TOKENS}-tiles"
             )
         if cp > 1 and self.s_local >= CHUNK_TOKENS and self.s_local % CHUNK_TOKENS:
-            raise ValueError(f"Scenario: s_local={self.s_local} must be a multiple of the planner's {CHUNK_TOKENS}-token chunk")
+            raise ValueError(
+                f"Scenario: s_local={self.s_local} must be a multiple of the planner's {CHUNK_TOKENS}-token chunk"
+            )
         for name, size in (
             ("num_attention_heads", model.num_attention_heads),
             ("num_key_value_heads", model.num_key_value_heads),
             ("hidden_size", model.hidden_size),
         ):
             if size % layout.tensor_parallel_degree:
-                raise ValueError(f"Scenario: tensor_parallel_degree={layout.tensor_parallel_degree} must divide {name}={size}")
+                raise ValueError(
+                    f"Scenario: tensor_parallel_degree={layout.tensor_parallel_degree} must divide {name}={size}"
+                )
         if model.num_experts % layout.expert_parallel_degree:
             raise ValueError(
                 f"Scenario: expert_parallel_degree={layout.expert_parallel_degree} must divide num_experts={model.num_experts}"
@@ -278,7 +170,9 @@ class Scenario:
     @property
     def tokens_per_step(self) -> int:
         training = self.training
-        sequences = self.layout.num_replicas * training.per_device_train_batch_size * training.gradient_accumulation_steps
+        sequences = (
+            self.layout.num_replicas * training.per_device_train_batch_size * training.gradient_accumulation_steps
+        )
         return sequences * self.data.max_seq_len
 
     def memory(self) -> MemoryEstimate:
@@ -358,7 +252,9 @@ def load_scenario(name_or_path: str | Path) -> Scenario:
     if not path.is_file():
         path = Path(name_or_path)
     if not path.is_file():
-        raise FileNotFoundError(f"load_scenario: no config {str(name_or_path)!r}; shipped: {', '.join(scenario_names())}")
+        raise FileNotFoundError(
+            f"load_scenario: no config {str(name_or_path)!r}; shipped: {', '.join(scenario_names())}"
+        )
     try:
         return scenario_from_dict(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
@@ -400,8 +296,3 @@ def _unknown(section: str, content: dict[str, Any], known: tuple[str, ...]) -> N
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"{section} has the unknown key {key!r}{hint} (known: {', '.join(known)})")
-
-
-def _choice(who: str, name: str, value: object, legal: tuple[str, ...]) -> None:
-    if value not in legal:
-        raise ValueError(f"{who}: {name}={value!r} is unknown; known: {', '.join(legal)}")
