@@ -79,9 +79,7 @@ class BlockSchedule:
     def num_k_tiles(self) -> int:
         return self.hidden_runs.shape[2]
 
-    def classify(
-        self, q_begin: int, q_end: int, k_tile_idx: int, *, b_idx: int = 0, h_mask_idx: int = 0
-    ) -> TileClass:
+    def classify(self, q_begin: int, q_end: int, k_tile_idx: int, *, b_idx: int = 0, h_mask_idx: int = 0) -> TileClass:
         """Class of rows [q_begin, q_end) against one key tile: fm3::classify, then block_mask."""
         tile = (b_idx, h_mask_idx, k_tile_idx)
         if _is_inside(self.hidden_runs[tile], q_begin, q_end):
@@ -155,14 +153,10 @@ class BlockSchedule:
         pairs = (self.visible_tiles_per_k_tile() * k_width).sum(axis=2) * self.block_q
         missing_rows = self.num_q_tiles * self.block_q - self.s_q
         if missing_rows:
-            last_rows = np.empty(
-                (self.b, self.h_mask, self.num_k_tiles), bool
-            )  # is the last row tile visited?
+            last_rows = np.empty((self.b, self.h_mask, self.num_k_tiles), bool)  # is the last row tile visited?
             for index in np.ndindex(last_rows.shape):
                 begin = (self.num_q_tiles - 1) * self.block_q
-                last_rows[index] = (
-                    self.classify(begin, self.s_q, index[2], b_idx=index[0], h_mask_idx=index[1]) != 0
-                )
+                last_rows[index] = self.classify(begin, self.s_q, index[2], b_idx=index[0], h_mask_idx=index[1]) != 0
             pairs = pairs - (last_rows * k_width).sum(axis=2) * missing_rows
         return pairs
 
@@ -225,12 +219,7 @@ class BlockSchedule:
         k_first, k_last = _touched_entries(np.arange(tiles.start, tiles.stop), self.block_k, self.s_k)
         area = np.zeros((block_mask.shape[0] + 1, block_mask.shape[1] + 1), np.int64)  # summed-area table
         area[1:, 1:] = block_mask.cumsum(axis=0, dtype=np.int64).cumsum(axis=1)
-        kept = (
-            area[q_last][:, k_last]
-            - area[q_first][:, k_last]
-            - area[q_last][:, k_first]
-            + area[q_first][:, k_first]
-        )
+        kept = area[q_last][:, k_last] - area[q_first][:, k_last] - area[q_last][:, k_first] + area[q_first][:, k_first]
         size = (q_last - q_first)[:, None] * (k_last - k_first)[None, :]
         return (kept > 0).T, (kept == size).T
 
@@ -266,9 +255,7 @@ def visible_pairs_per_row(mask: ColumnMask) -> Int64Array:
         ValueError: the mask has a block_mask (ask the tile counts instead).
     """
     if mask.block_mask is not None:
-        raise ValueError(
-            "visible_pairs_per_row: a mask with block_mask is not served; use BlockSchedule's tile counts"
-        )
+        raise ValueError("visible_pairs_per_row: a mask with block_mask is not served; use BlockSchedule's tile counts")
     begin, end = intervals.gaps(mask.hidden_intervals(), mask.s_q)  # [4, b, h_mask, s_k] each
     counts = np.empty((mask.b, mask.h_mask, mask.s_q), np.int64)
     for plane in np.ndindex(mask.b, mask.h_mask):
@@ -290,14 +277,13 @@ def _tile_gaps(family: intervals.Family, s_q: int, num_k_tiles: int, block_k: in
     Claim:      the fast path below gives the same runs as the sweep.
     Because:    if the latest begin of a slot's non-empty intervals does not pass their earliest end, they all
                 touch one row border, so their union is the single interval [earliest begin, latest end).
-    Breaks if:  empty intervals are not left out of the four extremes.
+    Breaks if:  an empty interval counts in the earliest begin or the latest end.
     Tested by:  test/unit/test_schedule.py::test_runs_match_brute_force
     """
     slots, b, h_mask, s_k = family[0].shape
     padding = num_k_tiles * block_k - s_k
     begin, end = (
-        np.pad(x, ((0, 0),) * 3 + ((0, padding),)).reshape(slots, b * h_mask * num_k_tiles, block_k)
-        for x in family
+        np.pad(x, ((0, 0),) * 3 + ((0, padding),)).reshape(slots, b * h_mask * num_k_tiles, block_k) for x in family
     )  # [slots, tiles, block_k]; a padded column's intervals are empty
     empty = begin >= end
     low, high = np.int32(0), np.int32(s_q)
@@ -309,9 +295,7 @@ def _tile_gaps(family: intervals.Family, s_q: int, num_k_tiles: int, block_k: in
     needs_sweep = np.flatnonzero((last_begin > first_end).any(axis=0))
     for chunk_begin in range(0, len(needs_sweep), _SWEEP_CHUNK_TILES):
         tiles = needs_sweep[chunk_begin : chunk_begin + _SWEEP_CHUNK_TILES]
-        every = tuple(
-            x[:, tiles].transpose(0, 2, 1).reshape(slots * block_k, len(tiles)) for x in (begin, end)
-        )
+        every = tuple(x[:, tiles].transpose(0, 2, 1).reshape(slots * block_k, len(tiles)) for x in (begin, end))
         runs[tiles] = _longest_runs(intervals.gaps(every, s_q))  # type: ignore[arg-type]
     return runs.reshape(b, h_mask, num_k_tiles, MAX_RUNS, 2)
 
@@ -323,17 +307,14 @@ def _longest_runs(family: intervals.Family) -> Int32Array:
         missing = ((0, MAX_RUNS - begin.shape[0]), (0, 0))
         begin, end = np.pad(begin, missing), np.pad(end, missing)
     length = np.maximum(end - begin, 0)  # [slots, tiles]
-    kept = np.argsort(-length, axis=0, kind="stable")[
-        :MAX_RUNS
-    ]  # slots ascend by begin, so ties keep the earlier
+    # Slots ascend by begin, so a stable sort lets the earlier of equally long runs win.
+    kept = np.argsort(-length, axis=0, kind="stable")[:MAX_RUNS]
     is_used = np.take_along_axis(length, kept, axis=0) > 0
     slot = np.where(is_used, kept, begin.shape[0])  # unused last
     order = np.sort(slot, axis=0)  # [4, tiles]
     is_used = order < begin.shape[0]
     order = np.where(is_used, order, 0)
-    runs = [
-        np.where(is_used, np.take_along_axis(x, order, axis=0), 0).T for x in (begin, end)
-    ]  # [tiles, 4] each
+    runs = [np.where(is_used, np.take_along_axis(x, order, axis=0), 0).T for x in (begin, end)]  # [tiles, 4] each
     return np.stack(runs, axis=-1).astype(np.int32)
 
 

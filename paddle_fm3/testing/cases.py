@@ -126,9 +126,7 @@ class AttentionCase:
         return pairs * per_pair[phase]
 
     def _over_heads(self, per_mask_head: NDArray[np.int64]) -> int:
-        return int(per_mask_head.sum()) * (
-            self.h_q // per_mask_head.shape[1] if per_mask_head.shape[1] else 0
-        )
+        return int(per_mask_head.sum()) * (self.h_q // per_mask_head.shape[1] if per_mask_head.shape[1] else 0)
 
 
 @lru_cache(maxsize=8)
@@ -192,10 +190,7 @@ def paper_mask(length: str, kind: str, sample_idx: int = _DOCUMENT_SAMPLE_IDX) -
         "causal_document": lambda: builders.causal_document(documents),
         "document": lambda: builders.document(documents),
         "share_question": lambda: builders.share_question(
-            [
-                _question_and_two_answers(size, prefix)
-                for size, prefix in zip(documents, prefixes, strict=True)
-            ]
+            [_question_and_two_answers(size, prefix) for size, prefix in zip(documents, prefixes, strict=True)]
         ),
         "global_window": lambda: builders.global_sliding_window(s, 16, s // 16, s // 16),
         "causal_blockwise": lambda: builders.causal_blockwise(documents),
@@ -260,9 +255,7 @@ def resized(case: AttentionCase, **sizes: int) -> AttentionCase:
         return RawMask(parts[0], raw.causal, parts[1])
 
     label = "".join(f"_{name}{size}" for name, size in sorted(sizes.items()))
-    return replace(
-        case, name=case.name + label, build_mask=build_mask if "b" in sizes else case.build_mask, **sizes
-    )
+    return replace(case, name=case.name + label, build_mask=build_mask if "b" in sizes else case.build_mask, **sizes)
 
 
 def __getattr__(name: str) -> object:

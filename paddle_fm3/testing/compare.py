@@ -62,9 +62,7 @@ def assert_close_to_oracle(
     _assert_same_specials(values, expected, name, case)
     is_finite = np.isfinite(expected)
     if not np.isfinite(naive[is_finite]).all():
-        raise ValueError(
-            f"{name}: the low-precision reference is not finite where the oracle is; case {case!r}"
-        )
+        raise ValueError(f"{name}: the low-precision reference is not finite where the oracle is; case {case!r}")
     if not is_finite.any():
         return 0.0
     with np.errstate(invalid="ignore"):
@@ -75,16 +73,14 @@ def assert_close_to_oracle(
     if not error[worst] <= allowed:
         raise AssertionError(
             f"{name}: error {error[worst]:.3e} at {tuple(int(i) for i in worst)} exceeds {allowed:.3e} = "
-            f"{factor} x low-precision error {naive_error:.3e} + rounding of {dtype}; got "
-            f"{values[worst]:.9g}, expected {expected[worst]:.9g}; {int((error > allowed).sum())} of {error.size} values beyond; "
-            f"case {case!r}"
+            f"{factor} x low-precision error {naive_error:.3e} + rounding of {dtype}; "
+            f"got {values[worst]:.9g}, expected {expected[worst]:.9g}; "
+            f"{int((error > allowed).sum())} of {error.size} values beyond; case {case!r}"
         )
     return float(error[worst] / allowed)
 
 
-def _assert_same_specials(
-    values: NDArray[np.float64], expected: NDArray[np.float64], name: str, case: object
-) -> None:
+def _assert_same_specials(values: NDArray[np.float64], expected: NDArray[np.float64], name: str, case: object) -> None:
     for label, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
         differs = test(values) != test(expected)
         if differs.any():

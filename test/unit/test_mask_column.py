@@ -177,6 +177,7 @@ def test_equality_and_hash_follow_the_content():
     for other in others:
         assert one != other and one.content_hash() != other.content_hash()
     assert one.with_block_mask(tiles) == same.with_block_mask(tiles) != same.with_block_mask(0 * tiles)
+    assert one.with_block_mask(tiles).content_hash() != one.with_block_mask(0 * tiles).content_hash()
     assert one != "mask" and len({one, same, *others}) == 7
 
 

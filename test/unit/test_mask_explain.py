@@ -140,8 +140,9 @@ def test_drawn_values_are_the_given_ones(tmp_path):
 
 def test_tile_picture_shows_the_schedule():
     figure, (axes,) = viz.new_figure(1)
-    mask = masks.random_eviction(600, seed=0, b=1, h_mask=2)
-    viz.draw_tiles(axes, mask, block=64, h_mask_idx=1)
+    mask = masks.causal_document([[600], [300, 300]])
+    viz.draw_tiles(axes, mask, block=64, b_idx=1)
     shown = axes.images[0].get_array()
-    np.testing.assert_array_equal(shown, build_schedule(mask, 64, 64).tile_classes(h_mask_idx=1))
+    np.testing.assert_array_equal(shown, build_schedule(mask, 64, 64).tile_classes(b_idx=1))
+    assert (shown != build_schedule(mask, 64, 64).tile_classes(b_idx=0)).any()
     assert figure.axes == [axes]

@@ -150,6 +150,8 @@ def test_inputs_are_reproducible_and_seeded():
         one.q.ravel()[:9] != make_inputs(hostile_case("scale")).q.ravel()[:9]
     ).any()
     assert make_inputs(case, np.float16).q.dtype == np.float16 and one.dlse.dtype == np.float32
+    shapes = [array.shape for array in (one.q, one.k, one.v, one.dout, one.dlse)]
+    assert shapes == [(2, 67, 2, 40), (2, 131, 2, 40), (2, 131, 2, 24), (2, 67, 2, 24), (2, 2, 67)]
 
 
 def test_hostile_cases_cover_what_they_claim():
