@@ -88,7 +88,7 @@ void forward_query_tile(const FwdParams& params, const MaskContext& context, int
   const Shape& shape = params.shape;
   const int32_t q_begin = q_tile_idx * kBlockQ;
   const int num_rows = shape.s_q - q_begin < kBlockQ ? shape.s_q - q_begin : kBlockQ;
-  const int q_padded = round_up(num_rows, kPanel);
+  const int q_padded = round_up(num_rows, kLanes);
   const int d_qk = shape.d_qk, d_v = shape.d_v, d_v_padded = round_up(d_v, kLanes);
   const int32_t h_kv_idx = h_q_idx / (shape.h_q / shape.h_kv);
   const int32_t h_mask_idx = h_q_idx / (shape.h_q / context.mask.h_mask);

@@ -8,7 +8,7 @@ import ctypes
 import numpy as np
 import pytest
 
-from paddle_fm3._c_api import BwdParams, FwdParams, MaskView
+from paddle_fm3._c_api import BwdParams, FwdParams
 from paddle_fm3._native import cpu_library
 from paddle_fm3.testing import native_call
 from paddle_fm3.testing.native_call import NativeError, NativeMask
@@ -139,8 +139,3 @@ def test_out_of_memory_is_a_status_not_a_crash():
 def test_no_workspace_is_needed():
     for params_type, name in ((FwdParams, "fwd"), (BwdParams, "bwd")):
         assert getattr(cpu_library(), f"fm3_cpu_{name}_workspace_bytes")(ctypes.byref(params_type())) == 0
-
-
-def test_struct_sizes_match_the_header():
-    """The ctypes mirror against sizes computed by the C++ compiler (see test/cpp/test_abi_layout.cc)."""
-    assert ctypes.sizeof(MaskView) == 40
