@@ -112,7 +112,8 @@ py::list from_messages(const std::vector<Message>& messages) {
 py::tuple run_timeline(const Array<int32_t>& gather, const std::optional<Array<int32_t>>& reduce,
                        const Array<int32_t>& node_of_rank, const Array<int32_t>& stage_rows,
                        const Array<int32_t>& step_stages, const Array<double>& step_us,
-                       std::pair<double, double> fast, std::pair<double, double> slow, bool with_messages) {
+                       std::pair<double, double> fast, std::pair<double, double> slow, double reduce_row_factor,
+                       bool with_messages) {
   const auto transfers = rows_to_structs<Transfer, int32_t>(gather);
   const TimelineProblem problem{&transfers, to_vector(node_of_rank), int32_t(stage_rows.shape(1)) - 2,
                                 to_vector(stage_rows), to_vector(step_stages), to_vector(step_us),
@@ -123,7 +124,7 @@ py::tuple run_timeline(const Array<int32_t>& gather, const std::optional<Array<i
   {
     py::gil_scoped_release release;
     timeline = run_gather(problem);
-    if (reduce) run_reduce(problem, back, timeline);
+    if (reduce) run_reduce(problem, back, reduce_row_factor, timeline);
   }
   const std::vector<py::ssize_t> shape{problem.num_ranks(), problem.num_steps()};
   return py::make_tuple(to_array<double, double>(timeline.step_begin_us, shape),

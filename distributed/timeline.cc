@@ -36,7 +36,7 @@ std::vector<Message> to_messages(const std::vector<Transfer>& transfers, int32_t
 // Each rank has one sender and one receiver on each of the two links; a message holds one of each.
 class Links {
  public:
-  explicit Links(const TimelineProblem& problem) : problem_(problem) {
+  Links(const TimelineProblem& problem, double row_factor) : problem_(problem), row_factor_(row_factor) {
     for (auto* free_at : {&fast_out_, &fast_in_, &slow_out_, &slow_in_}) free_at->assign(problem.num_ranks(), 0);
   }
   void send(Message& message, double ready_us) {
@@ -45,13 +45,14 @@ class Links {
     double& in = (is_slow ? slow_in_ : fast_in_)[message.dst_rank];
     const Link& link = is_slow ? problem_.slow : problem_.fast;
     message.begin_us = std::max({ready_us, out, in});
-    const double busy_until = message.begin_us + double(message.num_rows) * link.us_per_row;
+    const double busy_until = message.begin_us + double(message.num_rows) * link.us_per_row * row_factor_;
     message.end_us = busy_until + link.latency_us;
     out = in = busy_until;
   }
 
  private:
   const TimelineProblem& problem_;
+  double row_factor_;
   std::vector<double> fast_out_, fast_in_, slow_out_, slow_in_;  // [num_ranks] free from then on
 };
 
@@ -72,7 +73,7 @@ Timeline run_gather(const TimelineProblem& problem) {
   for (auto& list : relays) std::sort(list.begin(), list.end());
   std::vector<double> arrived(size_t(num_ranks) * (problem.num_stages + 1));     // hop 0 of the stage
   std::vector<double> all_arrived(size_t(num_ranks) * (problem.num_stages + 1));  // every hop
-  Links links(problem);
+  Links links(problem, 1.0);
   for (Message& message : timeline.gather) {
     double ready_us = 0;
     const auto& list = relays[message.src_rank];
@@ -105,14 +106,15 @@ Timeline run_gather(const TimelineProblem& problem) {
   return timeline;
 }
 
-void run_reduce(const TimelineProblem& problem, const std::vector<Transfer>& reduce, Timeline& timeline) {
+void run_reduce(const TimelineProblem& problem, const std::vector<Transfer>& reduce, double row_factor,
+                Timeline& timeline) {
   const int32_t num_steps = problem.num_steps();
   timeline.reduce = to_messages(reduce, problem.num_ranks());
   const int32_t stride = problem.num_stages + 2;
   std::vector<double> received(problem.num_ranks());  // latest arrival of any gradient
   // Latest arrival of gradients to pass on, up to the last message and up to the (stage, hop) before.
   std::vector<double> to_relay(problem.num_ranks()), to_relay_before(problem.num_ranks());
-  Links links(problem);
+  Links links(problem, row_factor);
   int32_t stage = -1, hop = -1;
   for (Message& message : timeline.reduce) {
     if (message.stage != stage || message.hop != hop) {

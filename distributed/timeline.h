@@ -43,6 +43,8 @@ struct Timeline {
 Timeline run_gather(const TimelineProblem& problem);
 
 // The reduction on top of `timeline`: a message leaves when its step is done and what it must carry is in.
-void run_reduce(const TimelineProblem& problem, const std::vector<Transfer>& reduce, Timeline& timeline);
+// A row takes `row_factor` times as long as in the gather (gradients in a wider type).
+void run_reduce(const TimelineProblem& problem, const std::vector<Transfer>& reduce, double row_factor,
+                Timeline& timeline);
 
 }  // namespace fm3::planner
