@@ -52,14 +52,9 @@ class MaskReport:
     def __str__(self) -> str:
         total = max(1, self.num_skip_tiles + self.num_partial_tiles + self.num_full_tiles)
         kinds = ", ".join(
-            kind if count == self.b * self.h_mask else f"{kind} x{count}"
-            for kind, count in self.kinds.items()
+            kind if count == self.b * self.h_mask else f"{kind} x{count}" for kind, count in self.kinds.items()
         )
-        form = (
-            f"n={self.num_bounds}, causal={self.causal}"
-            if self.num_bounds
-            else "none carries it (ColumnMask only)"
-        )
+        form = f"n={self.num_bounds}, causal={self.causal}" if self.num_bounds else "none carries it (ColumnMask only)"
         rows = [
             ("kind", kinds + (" with block_mask" if self.has_block_mask else "")),
             ("size", f"b={self.b} h_mask={self.h_mask} s_q={self.s_q} s_k={self.s_k}"),
@@ -113,9 +108,7 @@ def explain(mask: ColumnMask, *, picture_rows: int = 24, picture_columns: int = 
     )
 
 
-def text_picture(
-    mask: ColumnMask, *, rows: int = 24, columns: int = 48, b_idx: int = 0, h_mask_idx: int = 0
-) -> str:
+def text_picture(mask: ColumnMask, *, rows: int = 24, columns: int = 48, b_idx: int = 0, h_mask_idx: int = 0) -> str:
     """One plane drawn as text: ``#`` all visible, ``+`` some, ``.`` none; rows are queries, columns keys."""
     if not (mask.b and mask.h_mask and mask.s_q and mask.s_k):
         return "(empty)"
@@ -123,9 +116,7 @@ def text_picture(
     plane = mask.select(b=slice(b_idx, b_idx + 1), h_mask=slice(h_mask_idx, h_mask_idx + 1))
     classes = build_schedule(plane, block_q, block_k).tile_classes()
     lines = ["".join(".+#"[tile_class] for tile_class in row) for row in classes]
-    return "\n".join(
-        [*lines, f"# all visible  + some  . none; one character is {block_q} rows x {block_k} keys"]
-    )
+    return "\n".join([*lines, f"# all visible  + some  . none; one character is {block_q} rows x {block_k} keys"])
 
 
 def _count_hidden(mask: ColumnMask) -> tuple[int, int]:

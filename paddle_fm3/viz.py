@@ -25,9 +25,7 @@ _BAR_COLOUR = "#1f4e79"
 _MARK_COLOUR = "#b4542b"
 
 
-def new_figure(
-    num_panels: int, *, panel_inches: tuple[float, float] = (5.0, 4.2)
-) -> tuple[Figure, list[Axes]]:
+def new_figure(num_panels: int, *, panel_inches: tuple[float, float] = (5.0, 4.2)) -> tuple[Figure, list[Axes]]:
     """A figure with panels side by side that needs no display; save it with `save`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -46,9 +44,7 @@ def save(figure: Figure, path: str | Path) -> Path:
     return path
 
 
-def save_mask(
-    mask: ColumnMask, path: str | Path, *, title: str = "", b_idx: int = 0, h_mask_idx: int = 0
-) -> Path:
+def save_mask(mask: ColumnMask, path: str | Path, *, title: str = "", b_idx: int = 0, h_mask_idx: int = 0) -> Path:
     """PNG of one plane: what is visible, and the classes of its 128 x 128 tiles."""
     figure, (left, right) = new_figure(2)
     draw_mask(left, mask, b_idx=b_idx, h_mask_idx=h_mask_idx, title=title or "visible pairs")
@@ -90,9 +86,7 @@ def draw_tiles(
         axes.legend(handles=handles, loc="upper right", fontsize=8)
 
 
-def draw_loss(
-    axes: Axes, losses: Mapping[str, Sequence[float]] | Sequence[float], *, title: str = "loss"
-) -> None:
+def draw_loss(axes: Axes, losses: Mapping[str, Sequence[float]] | Sequence[float], *, title: str = "loss") -> None:
     """Loss a step; several named curves if a mapping is given."""
     named = losses if isinstance(losses, Mapping) else {"": losses}
     for name, values in named.items():

@@ -69,13 +69,10 @@ def without_block_mask(mask: ColumnMask) -> ColumnMask:
     runs = hidden_runs(np.moveaxis(mask.block_mask == 0, 2, 0))  # [runs, b, h_mask, k entries], in entries
     column_entry = np.arange(mask.s_k) // BLOCK_MASK_TILE
     begin, end = (
-        np.minimum(x.astype(np.int64) * BLOCK_MASK_TILE, mask.s_q).astype(np.int32)[..., column_entry]
-        for x in runs
+        np.minimum(x.astype(np.int64) * BLOCK_MASK_TILE, mask.s_q).astype(np.int32)[..., column_entry] for x in runs
     )
     family = np.concatenate([hidden[0], begin]), np.concatenate([hidden[1], end])
-    bounds, is_causal = encode_hidden(
-        family, mask.s_q, prefers_causal=mask.is_causal, who="without_block_mask"
-    )
+    bounds, is_causal = encode_hidden(family, mask.s_q, prefers_causal=mask.is_causal, who="without_block_mask")
     return ColumnMask.from_bounds(bounds, is_causal=is_causal, s_q=mask.s_q)
 
 

@@ -125,15 +125,12 @@ class ColumnMask:
         if bounds.dtype != np.int32:
             raise ValueError(f"ColumnMask: startend_row_indices.dtype is {bounds.dtype}; expected int32")
         if bounds.ndim != 4:
-            raise ValueError(
-                f"ColumnMask: startend_row_indices.shape is {bounds.shape}; expected [b, h_mask, s_k, n]"
-            )
+            raise ValueError(f"ColumnMask: startend_row_indices.shape is {bounds.shape}; expected [b, h_mask, s_k, n]")
         num_bounds = bounds.shape[3]
         if (is_causal, num_bounds) not in BOUND_FORMS:
             legal = "; ".join(f"causal={c}, n={n} is {text}" for (c, n), text in BOUND_FORMS.items())
             raise ValueError(
-                f"ColumnMask: startend_row_indices has n={num_bounds} bounds with causal={is_causal}; "
-                f"legal: {legal}"
+                f"ColumnMask: startend_row_indices has n={num_bounds} bounds with causal={is_causal}; legal: {legal}"
             )
         columns = [np.ascontiguousarray(bounds[..., bound_idx]) for bound_idx in range(num_bounds)]
         zeros = np.zeros(bounds.shape[:3], np.int32)
@@ -157,9 +154,7 @@ class ColumnMask:
         if self.is_causal:
             causal_end[:] = causal_ends(self.s_q, self.s_k)
         zeros = np.zeros(self.lt_begin.shape, np.int32)
-        return np.stack([zeros, self.lt_begin, self.ut_begin]), np.stack(
-            [causal_end, self.lt_end, self.ut_end]
-        )
+        return np.stack([zeros, self.lt_begin, self.ut_begin]), np.stack([causal_end, self.lt_end, self.ut_end])
 
     def visible(self, q_idx: int, k_idx: int, *, b_idx: int = 0, h_mask_idx: int = 0) -> bool:
         """Whether query row ``q_idx`` sees key ``k_idx``."""
@@ -192,9 +187,7 @@ class ColumnMask:
         for slot in range(3):
             visible &= (q_idx < begin[slot, :, :, None, :]) | (q_idx >= end[slot, :, :, None, :])
         if self.block_mask is not None:
-            kept = (
-                self.block_mask.astype(bool).repeat(BLOCK_MASK_TILE, axis=2).repeat(BLOCK_MASK_TILE, axis=3)
-            )
+            kept = self.block_mask.astype(bool).repeat(BLOCK_MASK_TILE, axis=2).repeat(BLOCK_MASK_TILE, axis=3)
             visible &= kept[:, :, : self.s_q, : self.s_k]
         return visible
 
@@ -268,9 +261,7 @@ class ColumnMask:
         digest = hashlib.blake2b(digest_size=16)
         has_block_mask = self.block_mask is not None
         digest.update(
-            np.array(
-                [self.b, self.h_mask, self.s_k, self.s_q, self.is_causal, has_block_mask], "<i8"
-            ).tobytes()
+            np.array([self.b, self.h_mask, self.s_k, self.s_q, self.is_causal, has_block_mask], "<i8").tobytes()
         )
         for bound in (self.lt_begin, self.lt_end, self.ut_begin, self.ut_end):
             digest.update(np.ascontiguousarray(bound, "<i4").data)
@@ -311,9 +302,7 @@ class ColumnMask:
 
     def _block_mask_or_ones(self) -> Int32Array:
         tiles = (-(-self.s_q // BLOCK_MASK_TILE), -(-self.s_k // BLOCK_MASK_TILE))
-        return (
-            np.ones((self.b, self.h_mask, *tiles), np.int32) if self.block_mask is None else self.block_mask
-        )
+        return np.ones((self.b, self.h_mask, *tiles), np.int32) if self.block_mask is None else self.block_mask
 
     def __repr__(self) -> str:
         block = "" if self.block_mask is None else ", block_mask"

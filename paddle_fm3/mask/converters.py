@@ -16,9 +16,7 @@ from paddle_fm3.mask.encoding import encode_hidden
 _MAX_PREDICATE_CALLS = 2**22
 
 
-def from_document_lengths(
-    documents: builders.Documents, *, is_causal: bool = True, s: int | None = None
-) -> ColumnMask:
+def from_document_lengths(documents: builders.Documents, *, is_causal: bool = True, s: int | None = None) -> ColumnMask:
     """Documents packed one after another; see `builders.causal_document` and `builders.document`."""
     builder = builders.causal_document if is_causal else builders.document
     return builder(documents, s=s)
@@ -45,8 +43,7 @@ def from_cu_seqlens(
     k_edges = q_edges if cu_seqlens_k is None else _checked_cu_seqlens("cu_seqlens_k", cu_seqlens_k)
     if len(q_edges) != len(k_edges):
         raise ValueError(
-            f"from_cu_seqlens: cu_seqlens_q has {len(q_edges)} entries, cu_seqlens_k {len(k_edges)}; "
-            "they must match"
+            f"from_cu_seqlens: cu_seqlens_q has {len(q_edges)} entries, cu_seqlens_k {len(k_edges)}; they must match"
         )
     s_q = int(q_edges[-1]) if s_q is None else s_q
     s_k = int(k_edges[-1]) if s_k is None else s_k
@@ -160,9 +157,7 @@ def from_dense(visible: ArrayLike) -> ColumnMask:
     if visible.ndim == 2:
         visible = visible[None, None]
     if visible.ndim != 4:
-        raise ValueError(
-            f"from_dense: shape is {visible.shape}; expected [b, h_mask, s_q, s_k] or [s_q, s_k]"
-        )
+        raise ValueError(f"from_dense: shape is {visible.shape}; expected [b, h_mask, s_q, s_k] or [s_q, s_k]")
     s_q = visible.shape[2]
     hidden = hidden_runs(np.moveaxis(~visible, 2, 0))  # [runs, b, h_mask, s_k] each
     bounds, is_causal = encode_hidden(hidden, s_q, prefers_causal=False, who="from_dense")
@@ -199,9 +194,7 @@ def from_block_mask(block_mask: ArrayLike, s_q: int, s_k: int, *, is_causal: boo
     """Full (or causal) attention inside the 128 x 128 tiles that ``block_mask [b, h_mask, q, k]`` keeps."""
     tiles = np.asarray(block_mask)
     if tiles.ndim != 4:
-        raise ValueError(
-            f"from_block_mask: shape is {tiles.shape}; expected [b, h_mask, ceil(s_q/128), ceil(s_k/128)]"
-        )
+        raise ValueError(f"from_block_mask: shape is {tiles.shape}; expected [b, h_mask, ceil(s_q/128), ceil(s_k/128)]")
     b, h_mask = tiles.shape[:2]
     bounds = np.full((b, h_mask, s_k, 1), s_q, np.int32)
     if not is_causal:

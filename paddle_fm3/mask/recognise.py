@@ -46,9 +46,7 @@ class _Columns:
         is_used = begin < end
         self.visible_begin = np.where(is_used, begin, mask.s_q).min(axis=0).astype(np.int64)  # [s_k]
         self.last_begin = np.where(is_used, begin, 0).max(axis=0).astype(np.int64)  # [s_k]; of the last run
-        self.visible_end = (
-            np.where(is_used, end, 0).max(axis=0).astype(np.int64)
-        )  # [s_k]; 0 if nothing is visible
+        self.visible_end = np.where(is_used, end, 0).max(axis=0).astype(np.int64)  # [s_k]; 0 if nothing is visible
         # End of the run that holds the diagonal, if any.
         diagonal = np.arange(mask.s_k)
         holds = is_used & (begin <= diagonal) & (diagonal < end)

@@ -109,9 +109,7 @@ def _documents(lengths: list[int], form: str) -> Callable[[], RawMask]:
 
 def _block_mask_on_full(s_q: int, s_k: int, keep: Callable[[int, int], bool]) -> Callable[[], RawMask]:
     def build() -> RawMask:
-        tiles = np.array(
-            [[keep(q, k) for k in range(-(-s_k // 128))] for q in range(-(-s_q // 128))], np.int32
-        )
+        tiles = np.array([[keep(q, k) for k in range(-(-s_k // 128))] for q in range(-(-s_q // 128))], np.int32)
         bounds = np.broadcast_to(np.array([s_q, 0], np.int32), (1, 1, s_k, 2))
         return RawMask(np.ascontiguousarray(bounds), False, tiles[None, None])
 
@@ -184,14 +182,10 @@ def _all_cases() -> list[AttentionCase]:
     sizes = {"c1": (150, 150), "c2": (83, 210), "nc2": (210, 83), "nc4": (257, 129)}
     for form, (s_q, s_k) in sizes.items():
         cases.append(_random_case(form, b=2, s_q=s_q, s_k=s_k, heads=(2, 2), d=32))
-        cases.append(
-            _random_case(form, b=2, h_mask=2, s_q=s_k, s_k=s_q, heads=(4, 2), d=(16, 48))
-        )  # h_mask = h_kv
+        cases.append(_random_case(form, b=2, h_mask=2, s_q=s_k, s_k=s_q, heads=(4, 2), d=(16, 48)))  # h_mask = h_kv
         cases.append(_random_case(form, h_mask=6, s_q=s_q, s_k=s_q, heads=(6, 2)))  # h_mask = h_q
         cases.append(
-            _random_case(
-                form, h_mask=2, s_q=s_q + 128, s_k=s_k + 128, heads=(4, 2), d=128, has_block_mask=True
-            )
+            _random_case(form, h_mask=2, s_q=s_q + 128, s_k=s_k + 128, heads=(4, 2), d=128, has_block_mask=True)
         )
     return cases
 

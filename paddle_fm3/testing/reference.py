@@ -124,9 +124,7 @@ def low_precision_attention(
     stored as float64 (lse: float32).
     """
     with np.errstate(all="ignore"):
-        return _attention(
-            q, k, v, startend_row_indices, causal, softmax_scale, block_mask, dout, dlse, np.dtype(dtype)
-        )
+        return _attention(q, k, v, startend_row_indices, causal, softmax_scale, block_mask, dout, dlse, np.dtype(dtype))
 
 
 def _attention(

@@ -58,9 +58,7 @@ def imported_modules(path: Path) -> list[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            found += [(node.lineno, module)] + [
-                (node.lineno, f"{module}.{alias.name}") for alias in node.names
-            ]
+            found += [(node.lineno, module)] + [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
     return found
 
 
@@ -103,9 +101,7 @@ def test_the_check_sees_a_back_edge(tmp_path, monkeypatch):
     bad.write_text("def f():\n    from paddle_fm3.schedule import build_schedule\n    from .. import patch\n")
     monkeypatch.setitem(globals(), "ROOT", package)
     monkeypatch.setitem(globals(), "REPOSITORY", tmp_path)
-    assert (
-        len(back_edges(bad)) == 3
-    )  # paddle_fm3.schedule, paddle_fm3.schedule.build_schedule, paddle_fm3.patch
+    assert len(back_edges(bad)) == 3  # paddle_fm3.schedule, paddle_fm3.schedule.build_schedule, paddle_fm3.patch
 
 
 @pytest.mark.parametrize("module", PURE)
@@ -143,9 +139,7 @@ def test_files_are_short_and_licensed():
         lines = text.splitlines()
         name = path.relative_to(REPOSITORY)
         if len(lines) > MAX_LINES and not any("DEVIATION:" in line for line in lines[:20]):
-            problems.append(
-                f"{name}: {len(lines)} lines; the limit is {MAX_LINES} (or a DEVIATION note at the top)"
-            )
+            problems.append(f"{name}: {len(lines)} lines; the limit is {MAX_LINES} (or a DEVIATION note at the top)")
         if not any("SPDX-License-Identifier: Apache-2.0" in line for line in lines[:3]):
             problems.append(f"{name}: no SPDX line")
     assert len(source_files()) > 20 and not problems, "\n".join(problems)

@@ -69,9 +69,7 @@ def test_batch_and_heads_are_repeated():
     both = masks.intersect(evicted, shared)
     assert (both.b, both.h_mask) == (3, 6)
     for head in range(6):
-        np.testing.assert_array_equal(
-            both.dense()[:, head], evicted.dense()[:, head] & shared.dense()[:, head // 3]
-        )
+        np.testing.assert_array_equal(both.dense()[:, head], evicted.dense()[:, head] & shared.dense()[:, head // 3])
     np.testing.assert_array_equal(masks.expand(shared, b=2, h_mask=4).dense()[1, 1], shared.dense()[0, 0])
     assert masks.expand(shared) == shared
 
@@ -81,9 +79,7 @@ def test_block_masks_are_combined():
     tiles = [rng.integers(0, 2, (1, h, 2, 3)) for h in (1, 2)]
     full = masks.full(200, 300)
     one, two = full.with_block_mask(tiles[0]), masks.expand(full, h_mask=2).with_block_mask(tiles[1])
-    np.testing.assert_array_equal(
-        masks.intersect(one, two, masks.causal(200, 300)).block_mask, tiles[0] & tiles[1]
-    )
+    np.testing.assert_array_equal(masks.intersect(one, two, masks.causal(200, 300)).block_mask, tiles[0] & tiles[1])
     np.testing.assert_array_equal(masks.intersect(one, masks.causal(200, 300)).block_mask, tiles[0])
 
 
@@ -110,9 +106,7 @@ def test_mask_without_block_mask_is_returned_as_it_is():
 
 def test_refusals_are_named():
     window = masks.from_window_size((2, 2), s_q=12, is_causal=False)  # column 6 hides [0, 4) and [9, 12)
-    hole = ColumnMask.from_bounds(
-        np.tile(np.array([5, 6, 0, 0], np.int32), (1, 1, 12, 1)), is_causal=False, s_q=12
-    )
+    hole = ColumnMask.from_bounds(np.tile(np.array([5, 6, 0, 0], np.int32), (1, 1, 12, 1)), is_causal=False, s_q=12)
     with pytest.raises(
         ValueError, match=r"intersect: column .* = \(0, 0, 4\) hides rows \[0, 2\), \[5, 6\), \[7, 12\) of 12"
     ):
@@ -124,9 +118,7 @@ def test_refusals_are_named():
     with pytest.raises(ValueError, match=r"b of the masks is \[2, 3\]; they must be 1 or equal"):
         masks.intersect(masks.full(4, b=2), masks.full(4, b=3))
     with pytest.raises(ValueError, match=r"h_mask of the masks is \[2, 3\]"):
-        masks.intersect(
-            masks.random_eviction(4, seed=0, h_mask=2), masks.random_eviction(4, seed=0, h_mask=3)
-        )
+        masks.intersect(masks.random_eviction(4, seed=0, h_mask=2), masks.random_eviction(4, seed=0, h_mask=3))
     with pytest.raises(ValueError, match="only 1 is repeated"):
         masks.expand(masks.full(4, b=2), b=4)
     with pytest.raises(ValueError, match="must divide 3"):

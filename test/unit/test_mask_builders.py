@@ -14,9 +14,7 @@ NUM_RANDOM = 40
 def random_lengths(rng: np.random.Generator, s: int) -> list[int]:
     """Lengths >= 1 that sum to s."""
     cuts = (
-        np.sort(rng.choice(np.arange(1, s), size=min(s - 1, int(rng.integers(0, 6))), replace=False))
-        if s > 1
-        else []
+        np.sort(rng.choice(np.arange(1, s), size=min(s - 1, int(rng.integers(0, 6))), replace=False)) if s > 1 else []
     )
     return np.diff([0, *cuts, s]).tolist()
 
@@ -183,18 +181,14 @@ def test_key_padding(rng):
     s_q, s_k = (int(x) for x in rng.integers(1, 12, 2))
     valid = rng.integers(0, 2, (2, s_k)).astype(bool)
     check(masks.key_padding(valid, s_q=s_q), lambda b, q, k: valid[b, k])
-    check(
-        masks.key_padding(valid, s_q=s_q, is_causal=True), lambda b, q, k: valid[b, k] and k <= q + s_k - s_q
-    )
+    check(masks.key_padding(valid, s_q=s_q, is_causal=True), lambda b, q, k: valid[b, k] and k <= q + s_k - s_q)
 
 
 def test_block_sparse():
     mask = masks.block_sparse(masks.causal(300, b=2), lambda q_tile, k_tile: (q_tile + k_tile) % 2 == 0)
     table = mask.dense()
     q, k = np.arange(300)[:, None], np.arange(300)[None, :]
-    np.testing.assert_array_equal(
-        table, np.broadcast_to((k <= q) & ((q // 128 + k // 128) % 2 == 0), table.shape)
-    )
+    np.testing.assert_array_equal(table, np.broadcast_to((k <= q) & ((q // 128 + k // 128) % 2 == 0), table.shape))
     same = masks.block_sparse(masks.causal(300, b=2), mask.block_mask)
     assert same == mask
 

@@ -24,11 +24,7 @@ def same(mask, definition) -> None:
 
 
 def random_edges(rng: np.random.Generator, count: int, total: int) -> np.ndarray:
-    return (
-        np.concatenate([[0], np.sort(rng.integers(0, total + 1, count - 1)), [total]])
-        if count
-        else np.array([0])
-    )
+    return np.concatenate([[0], np.sort(rng.integers(0, total + 1, count - 1)), [total]]) if count else np.array([0])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -85,9 +81,7 @@ def test_position_ids(seed):
         if position_ids[b].max(initial=0) == 0 and s > 1:
             continue
     # A restart at the next position cannot be told from a continuation; such draws count as one document.
-    owner = np.concatenate(
-        [np.zeros((2, 1), int), np.cumsum(np.diff(position_ids, axis=1) != 1, axis=1)], axis=1
-    )
+    owner = np.concatenate([np.zeros((2, 1), int), np.cumsum(np.diff(position_ids, axis=1) != 1, axis=1)], axis=1)
     for is_causal in (True, False):
         mask = masks.from_position_ids(position_ids.astype(np.int32), is_causal=is_causal)
         same(mask, lambda b, q, k, c=is_causal: owner[b, q] == owner[b, k] and (k <= q or not c))
@@ -142,9 +136,7 @@ def test_dense_round_trip(seed, s_q, s_k, form):
 
 def test_dense_uses_the_causal_rule_where_it_saves_an_interval():
     for mask in (masks.causal(9), masks.causal(5, 9), masks.causal(9, 5), masks.causal_document([4, 5])):
-        assert (
-            masks.from_dense(mask.dense()).same_visibility(mask) and masks.from_dense(mask.dense()).is_causal
-        )
+        assert masks.from_dense(mask.dense()).same_visibility(mask) and masks.from_dense(mask.dense()).is_causal
     dropped = masks.from_dense(masks.qk_sparse(9, [(2, 5)]).dense())
     assert not dropped.is_causal and dropped.to_bounds()[0].shape[3] == 2  # two bounds either way
     assert masks.from_dense(masks.causal(6).dense()[0, 0]).is_causal  # [s_q, s_k] is taken too

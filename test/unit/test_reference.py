@@ -26,8 +26,7 @@ def plain_loops(q, k, v, is_visible, scale):
         for key in range(s_k):
             if is_visible(b_idx, h, row, key):
                 score = sum(
-                    float(x) * float(y)
-                    for x, y in zip(q[b_idx, row, h], k[b_idx, key, h // group], strict=True)
+                    float(x) * float(y) for x, y in zip(q[b_idx, row, h], k[b_idx, key, h // group], strict=True)
                 )
                 weights[key] = math.exp(scale * score)
         if weights:
@@ -115,8 +114,7 @@ def test_gradients_match_finite_differences(seed, has_dlse):
         value = (forward.out * dout).sum()
         if has_dlse:
             value += (
-                np.where(np.isfinite(forward.lse), forward.lse, 0)[forward.lse > -np.inf]
-                @ dlse[forward.lse > -np.inf]
+                np.where(np.isfinite(forward.lse), forward.lse, 0)[forward.lse > -np.inf] @ dlse[forward.lse > -np.inf]
             )
         return float(value)
 
@@ -147,12 +145,8 @@ def test_hidden_rows_and_columns():
     np.testing.assert_array_equal(result.dv, clean.dv)
     case = hostile_case("columns_hidden")
     inputs = make_inputs(case)
-    result = attention(
-        inputs.q, inputs.k, inputs.v, dout=inputs.dout, dlse=inputs.dlse, **case.call_arguments()
-    )
-    assert (
-        (result.dk[:, 1::3] == 0).all() and (result.dv[:, 1::3] == 0).all() and (result.dk[:, ::3] != 0).all()
-    )
+    result = attention(inputs.q, inputs.k, inputs.v, dout=inputs.dout, dlse=inputs.dlse, **case.call_arguments())
+    assert (result.dk[:, 1::3] == 0).all() and (result.dv[:, 1::3] == 0).all() and (result.dk[:, ::3] != 0).all()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -167,18 +161,14 @@ def test_bad_numbers_do_not_pass_through_hidden_pairs(value):
     result = attention(inputs.q, k, v, dout=inputs.dout, dlse=inputs.dlse, **arguments)
     others = np.r_[0:1, 128:261]  # all documents but the second
     for name in ("out", "dq", "dk", "dv"):
-        np.testing.assert_array_equal(
-            getattr(result, name)[:, others], getattr(clean, name)[:, others], err_msg=name
-        )
+        np.testing.assert_array_equal(getattr(result, name)[:, others], getattr(clean, name)[:, others], err_msg=name)
     np.testing.assert_array_equal(result.out[:, 1:50], clean.out[:, 1:50])  # before the bad keys
     assert np.isnan(result.out[:, 60:128]).any()
     q, dout = inputs.q.copy(), inputs.dout.copy()
     q[:, 70, 1], dout[:, 80, 0] = value, value
     result = attention(q, inputs.k, inputs.v, dout=dout, dlse=inputs.dlse, **arguments)
     for name in ("out", "dq", "dk", "dv"):
-        np.testing.assert_array_equal(
-            getattr(result, name)[:, others], getattr(clean, name)[:, others], err_msg=name
-        )
+        np.testing.assert_array_equal(getattr(result, name)[:, others], getattr(clean, name)[:, others], err_msg=name)
     np.testing.assert_array_equal(result.dv[:, 81:128], clean.dv[:, 81:128])  # keys after the bad rows
     assert np.isnan(result.dk[:, 1:70]).any()
 
@@ -197,10 +187,7 @@ def test_low_precision_error_is_of_the_dtype(name):
         for run, mode in ((attention, ()), (low_precision_attention, (DTYPES[name],)))
     )
     for output in OUTPUTS:
-        error = (
-            np.abs(getattr(naive, output) - getattr(exact, output)).max()
-            / np.abs(getattr(exact, output)).max()
-        )
+        error = np.abs(getattr(naive, output) - getattr(exact, output)).max() / np.abs(getattr(exact, output)).max()
         assert 0.05 * EPSILON[name] < error < 20 * EPSILON[name], output
         if output != "lse":  # lse stays float32
             stored = getattr(naive, output)
@@ -274,9 +261,7 @@ def test_the_comparison_names_the_worst_value():
     oracle = np.zeros((2, 3))
     actual = oracle.copy()
     actual[1, 2] = 0.5
-    with pytest.raises(
-        AssertionError, match=r"dq: error 5\.000e-01 at \(1, 2\) .* got 0.5, expected 0; 1 of 6"
-    ):
+    with pytest.raises(AssertionError, match=r"dq: error 5\.000e-01 at \(1, 2\) .* got 0.5, expected 0; 1 of 6"):
         assert_close_to_oracle(actual, oracle, oracle, "dq", "some case")
     assert 0 < assert_close_to_oracle(oracle + 2e-17, oracle, oracle, "dq", "") < 1
     assert assert_close_to_oracle(oracle, oracle, oracle, "dq", "") == 0
@@ -289,9 +274,7 @@ def test_the_comparison_checks_non_finite_places(special):
     for index in range(4):
         wrong = oracle.copy()
         wrong[index] = special if repr(float(oracle[index])) != repr(float(special)) else 0.0
-        with pytest.raises(
-            AssertionError, match=r"lse: .* at different places than the oracle, 1 of 4; first at"
-        ):
+        with pytest.raises(AssertionError, match=r"lse: .* at different places than the oracle, 1 of 4; first at"):
             assert_close_to_oracle(wrong, oracle, np.ones(4), "lse", "")
 
 

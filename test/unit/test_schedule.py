@@ -43,9 +43,7 @@ def random_mask(rng: np.random.Generator, *, max_size: int = 40, has_block_mask:
     elif style == 1:  # drifting, as windows do
         bounds = np.sort(bounds, axis=2)
     tiles = rng.integers(0, 2, (1, 2, -(-s_q // 128), -(-s_k // 128))) if has_block_mask else None
-    return ColumnMask.from_bounds(
-        np.ascontiguousarray(bounds), is_causal=is_causal, s_q=s_q, block_mask=tiles
-    )
+    return ColumnMask.from_bounds(np.ascontiguousarray(bounds), is_causal=is_causal, s_q=s_q, block_mask=tiles)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -73,9 +71,7 @@ def brute_classes(table: np.ndarray, block_q: int, block_k: int) -> np.ndarray:
     classes = np.zeros((-(-s_q // block_q), -(-s_k // block_k)), int)
     for q_tile, k_tile in np.ndindex(classes.shape):
         tile = table[q_tile * block_q : (q_tile + 1) * block_q, k_tile * block_k : (k_tile + 1) * block_k]
-        classes[q_tile, k_tile] = (
-            TileClass.FULL if tile.all() else TileClass.PARTIAL if tile.any() else TileClass.SKIP
-        )
+        classes[q_tile, k_tile] = TileClass.FULL if tile.all() else TileClass.PARTIAL if tile.any() else TileClass.SKIP
     return classes
 
 

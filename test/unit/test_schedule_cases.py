@@ -77,9 +77,7 @@ def test_pairs_have_closed_forms(kind):
 
 
 def test_sizes_and_variants():
-    assert benchmark_case("8k_full").shape == dict(
-        b=16, s_q=8192, s_k=8192, h_q=32, h_kv=32, d_qk=128, d_v=128
-    )
+    assert benchmark_case("8k_full").shape == dict(b=16, s_q=8192, s_k=8192, h_q=32, h_kv=32, d_qk=128, d_v=128)
     assert benchmark_case("32k_causal").b == 4 and benchmark_case("128k_causal").b == 1
     assert benchmark_case("8k_causal_document_gqa4").h_kv == 4
     assert benchmark_case("8k_causal_document_d64").shape["d_v"] == 64
@@ -131,11 +129,7 @@ def test_every_field_of_a_case_is_consumed():
     def footprint(case: AttentionCase) -> list:
         inputs = make_inputs(case)
         arrays = [getattr(inputs, field.name) for field in dataclasses.fields(inputs)]
-        return (
-            [array.shape for array in arrays]
-            + [float(arrays[0].ravel()[0])]
-            + sorted(case.call_arguments().items())
-        )
+        return [array.shape for array in arrays] + [float(arrays[0].ravel()[0])] + sorted(case.call_arguments().items())
 
     for name, value in changes.items():
         changed = dataclasses.replace(base, **{name: value})
@@ -146,9 +140,7 @@ def test_inputs_are_reproducible_and_seeded():
     case = hostile_case("full_odd")
     one, same, other = make_inputs(case), make_inputs(case), make_inputs(case, seed=1)
     np.testing.assert_array_equal(one.q, same.q)
-    assert (one.q != other.q).any() and (
-        one.q.ravel()[:9] != make_inputs(hostile_case("scale")).q.ravel()[:9]
-    ).any()
+    assert (one.q != other.q).any() and (one.q.ravel()[:9] != make_inputs(hostile_case("scale")).q.ravel()[:9]).any()
     assert make_inputs(case, np.float16).q.dtype == np.float16 and one.dlse.dtype == np.float32
     shapes = [array.shape for array in (one.q, one.k, one.v, one.dout, one.dlse)]
     assert shapes == [(2, 67, 2, 40), (2, 131, 2, 40), (2, 131, 2, 24), (2, 67, 2, 24), (2, 2, 67)]
