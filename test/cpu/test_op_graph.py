@@ -185,3 +185,15 @@ def test_autocast(level, dtype):
     np.testing.assert_array_equal(op_support.to_array(out), op_support.to_array(expected))
     out.astype("float32").sum().backward()
     assert q.grad.dtype == paddle.float32  # of the cast's own input
+
+
+@pytest.mark.parametrize("is_full_graph", [True, False], ids=["full_graph", "sot"])
+def test_autocast_in_a_graph(is_full_graph):
+    arrays, indices = _setting(True)
+    tensors = [*(op_support.to_tensor(array) for array in arrays), indices]
+    static = paddle.jit.to_static(lambda q, k, v, i: flashmask_attention(q, k, v, i), full_graph=is_full_graph)
+    with _Autocast("O1", "bfloat16"):
+        out = static(*tensors)
+        expected = flashmask_attention(*tensors)
+    assert out.dtype == expected.dtype == paddle.bfloat16
+    np.testing.assert_array_equal(op_support.to_array(out), op_support.to_array(expected))
