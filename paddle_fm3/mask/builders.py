@@ -37,16 +37,16 @@ def sliding_window(s: int, window: int, *, b: int = 1) -> ColumnMask:
 def from_window_size(
     window_size: int | tuple[int, int], *, s_q: int, s_k: int | None = None, is_causal: bool, b: int = 1
 ) -> ColumnMask:
-    """`window_size` with the meaning of ``paddle.nn.functional.flashmask_attention``.
+    """`window_size` with the meaning of ``flashmask_attention``.
 
     An integer w is (w, w). Causal: row q sees keys [q - left, q] (left + 1 keys). Not causal: keys
-    [q - left, q + right]. Paddle derives the bounds from s_q alone, so row q counts from key q even if
-    s_k != s_q; the causal rule is bottom-right aligned as ever.
+    [q - left, q + right]. Where s_k != s_q the window is shifted by s_k - s_q, as the causal rule is. (Paddle
+    takes s_q = s_k for granted.)
     """
     left, right = (window_size, window_size) if isinstance(window_size, int) else window_size
     _check(left >= 0 and right >= 0, "from_window_size", f"window_size={window_size} must not be negative")
     s_k = s_q if s_k is None else s_k
-    column = np.broadcast_to(np.arange(s_k, dtype=np.int64), (b, 1, s_k))
+    column = np.broadcast_to(_arange(s_k) - (s_k - s_q), (b, 1, s_k))  # the row on the key's diagonal
     lt_begin = _rows(column + left + 1, s_q)
     if is_causal:
         return ColumnMask.from_bounds(lt_begin[..., None], is_causal=True, s_q=s_q)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small cases that break kernels: odd sizes, degenerate bounds, hidden rows and columns, every mask form.
 
-`HOSTILE_CASES` is the list every kernel's tests run; `hostile_case(name)` picks one. Bounds are built here
-from raw integers, so that a fault in the builders cannot hide a fault in a kernel.
+`HOSTILE_CASES` is the list every kernel's tests run; `hostile_case(name)` picks one. The bounds of the `kind_` cases
+come from the builders; all others are raw integers, out of range ones included, that no builder would write.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from paddle_fm3.mask import builders
+from paddle_fm3.mask.column_mask import ColumnMask
 from paddle_fm3.testing.cases import AttentionCase, RawMask
 
 Int32Array = NDArray[np.int32]
@@ -116,6 +118,30 @@ def _block_mask_on_full(s_q: int, s_k: int, keep: Callable[[int, int], bool]) ->
     return build
 
 
+def _kind_case(kind: str, mask: ColumnMask, *, heads: tuple[int, int], d: int) -> AttentionCase:
+    """A named mask of ordinary use at a size that is no multiple of a tile."""
+    bounds, causal = mask.to_bounds()
+    return _case(f"kind_{kind}", lambda: RawMask(bounds, causal), b=mask.b, s_q=mask.s_q, heads=heads, d=d)
+
+
+def _kind_cases() -> list[AttentionCase]:
+    documents = [[70, 131, 50, 82], [3, 199, 1, 130]]  # 333 tokens each
+    kinds = {
+        "share_question": builders.share_question([[[40, 60, 33], [50, 70, 80]], [[133, 100, 100]]]),
+        "global_window": builders.global_sliding_window(333, 9, 40, 25, b=2),
+        "causal_blockwise": builders.causal_blockwise(documents),
+        "prefix_document": builders.prefix_lm_document(documents, [[20, 131, 0, 5], [3, 64, 0, 129]]),
+        "random_eviction": builders.random_eviction(333, seed=0, first_row=150, b=2, h_mask=4),
+        "causal_document_window": builders.causal_document_sliding_window(documents, 48),
+        "bucketed": builders.bucketed(np.sort(np.arange(666).reshape(2, 1, 333) * 7 % 5),
+                                      np.sort(np.arange(666).reshape(2, 1, 333) * 3 % 5)),
+    }  # fmt: skip
+    return [
+        _kind_case(kind, mask, heads=(4, 2), d=64 if kind_idx % 2 else 128)
+        for kind_idx, (kind, mask) in enumerate(kinds.items())
+    ]
+
+
 def _all_cases() -> list[AttentionCase]:
     ramp = np.arange(200)
     island = 150 + 150 * (ramp % 7)
@@ -187,7 +213,7 @@ def _all_cases() -> list[AttentionCase]:
         cases.append(
             _random_case(form, h_mask=2, s_q=s_q + 128, s_k=s_k + 128, heads=(4, 2), d=128, has_block_mask=True)
         )
-    return cases
+    return cases + _kind_cases()
 
 
 HOSTILE_CASES: list[AttentionCase] = _all_cases()

@@ -47,13 +47,16 @@ def test_sliding_window(rng):
 
 
 def test_window_size_has_paddles_meaning(rng):
-    s, left, right = (int(x) for x in rng.integers(0, 12, 3))
-    both = masks.from_window_size((left, right), s_q=s, is_causal=False, b=2)
-    check(both, lambda b, q, k: q - left <= k <= q + right)
-    causal = masks.from_window_size((left, right), s_q=s, is_causal=True)
-    check(causal, lambda b, q, k: q - left <= k <= q)
-    assert masks.from_window_size(left, s_q=s, is_causal=True) == masks.from_window_size(
-        (left, left), s_q=s, is_causal=True
+    s_q, s_k, left, right = (int(x) for x in rng.integers(0, 12, 4))
+    s_k = s_q if rng.random() < 0.5 else s_k
+    sizes = dict(s_q=s_q, s_k=s_k)
+    shift = s_k - s_q
+    both = masks.from_window_size((left, right), **sizes, is_causal=False, b=2)
+    check(both, lambda b, q, k: q + shift - left <= k <= q + shift + right)
+    causal = masks.from_window_size((left, right), **sizes, is_causal=True)
+    check(causal, lambda b, q, k: q + shift - left <= k <= q + shift)
+    assert masks.from_window_size(left, **sizes, is_causal=True) == masks.from_window_size(
+        (left, left), **sizes, is_causal=True
     )
 
 
