@@ -191,7 +191,11 @@ def test_autocast(level, dtype):
 def test_autocast_in_a_graph(is_full_graph):
     arrays, indices = _setting(True)
     tensors = [*(op_support.to_tensor(array) for array in arrays), indices]
-    static = paddle.jit.to_static(lambda q, k, v, i: flashmask_attention(q, k, v, i), full_graph=is_full_graph)
+
+    def call(q, k, v, indices):
+        return flashmask_attention(q, k, v, indices)
+
+    static = paddle.jit.to_static(call, full_graph=is_full_graph)
     with _Autocast("O1", "bfloat16"):
         out = static(*tensors)
         expected = flashmask_attention(*tensors)
