@@ -34,6 +34,7 @@ MAX_RUNS = 4  # fm3::kMaxRuns
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
 
+_CHUNK_COLUMNS = 2**18  # columns summed up at once: they stay in cache, and the temporary memory is bounded
 _SWEEP_CHUNK_TILES = 1024  # key tiles swept at once: bounds the temporary memory
 
 
@@ -232,19 +233,26 @@ def build_schedule(mask: ColumnMask, block_q: int = 128, block_k: int = 128) -> 
     """
     if block_q < 1 or block_k < 1:
         raise ValueError(f"build_schedule: block_q={block_q}, block_k={block_k} must be >= 1")
-    hidden = mask.hidden_intervals()  # [3, b, h_mask, s_k] each
-    visible = intervals.gaps(hidden, mask.s_q)  # [4, b, h_mask, s_k] each
     num_k_tiles = -(-mask.s_k // block_k)
-    # Rows hidden by all columns are those that no visible interval of any column covers, and vice versa.
+    hidden_runs, clear_runs = np.empty((2, mask.b, mask.h_mask, num_k_tiles, MAX_RUNS, 2), np.int32)
+    num_visible_pairs = np.empty((mask.b, mask.h_mask), np.int64)
+    for planes in _plane_chunks(mask):
+        part = mask.select(b=planes[0], h_mask=planes[1])
+        hidden = part.hidden_intervals()  # [3, planes of this part, s_k] each
+        visible = intervals.gaps(hidden, mask.s_q)  # [4, ...] each
+        # Rows hidden by all columns are those that no visible interval of any column covers, and vice versa.
+        hidden_runs[planes] = _tile_gaps(visible, mask.s_q, num_k_tiles, block_k)
+        clear_runs[planes] = _tile_gaps(hidden, mask.s_q, num_k_tiles, block_k)
+        num_visible_pairs[planes] = _count_visible_pairs(visible, part)
     return BlockSchedule(
-        hidden_runs=_tile_gaps(visible, mask.s_q, num_k_tiles, block_k),
-        clear_runs=_tile_gaps(hidden, mask.s_q, num_k_tiles, block_k),
+        hidden_runs=hidden_runs,
+        clear_runs=clear_runs,
         s_q=mask.s_q,
         s_k=mask.s_k,
         block_q=block_q,
         block_k=block_k,
         block_mask=mask.block_mask,
-        num_visible_pairs=_count_visible_pairs(visible, mask),
+        num_visible_pairs=num_visible_pairs,
     )
 
 
@@ -269,6 +277,15 @@ def visible_pairs_per_row(mask: ColumnMask) -> Int64Array:
 
 
 # --- parts ---------------------------------------------------------------------------------------
+
+
+def _plane_chunks(mask: ColumnMask) -> Iterator[tuple[slice, slice]]:
+    """(batch entries, mask heads) slices that hold about `_CHUNK_COLUMNS` columns, or one plane if that is more."""
+    heads = max(1, min(mask.h_mask, _CHUNK_COLUMNS // max(1, mask.s_k)))
+    entries = max(1, _CHUNK_COLUMNS // max(1, mask.s_k * mask.h_mask)) if heads == mask.h_mask else 1
+    for b_begin in range(0, mask.b, entries):
+        for h_begin in range(0, mask.h_mask, heads):
+            yield slice(b_begin, b_begin + entries), slice(h_begin, h_begin + heads)
 
 
 def _tile_gaps(family: intervals.Family, s_q: int, num_k_tiles: int, block_k: int) -> Int32Array:
