@@ -235,6 +235,16 @@ PYBIND11_MODULE(_planner, m) {
                           result.max_load, result.p3_successes);
   });
 
+  m.def("foreign_rows", [](const Array<int32_t>& chunk_begins, const Array<int32_t>& chunk_ranks,
+                           const Array<int32_t>& node_of_rank, const Array<int32_t>& need_begins,
+                           const Array<int32_t>& need_runs) {
+    const ForeignRows rows = count_foreign_rows(to_rank_needs(need_begins, need_runs), ChunkGrid(to_vector(chunk_begins)),
+                                                to_vector(chunk_ranks), to_vector(node_of_rank));
+    const auto array = [](const std::vector<int64_t>& values) {
+      return to_array<int64_t, int64_t>(values, {py::ssize_t(values.size())});
+    };
+    return py::make_tuple(array(rows.fast_of_rank), array(rows.slow_of_rank), array(rows.slow_of_node));
+  });
   m.def("route", [](const Array<int32_t>& chunk_begins, const Array<int32_t>& chunk_ranks,
                     const Array<int32_t>& node_of_rank, const Array<int32_t>& need_begins,
                     const Array<int32_t>& need_runs, bool is_hierarchical, int32_t num_stages, bool has_single_step,

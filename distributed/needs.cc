@@ -122,4 +122,41 @@ RankNeeds needs_of_ranks(const std::vector<Need>& needs, const std::vector<int32
   return result;
 }
 
+ForeignRows count_foreign_rows(const RankNeeds& needs, const ChunkGrid& grid, const std::vector<int32_t>& chunk_ranks,
+                               const std::vector<int32_t>& node_of_rank) {
+  const int32_t num_ranks = int32_t(node_of_rank.size());
+  const int32_t num_nodes = *std::max_element(node_of_rank.begin(), node_of_rank.end()) + 1;
+  ForeignRows rows;
+  rows.fast_of_rank.resize(num_ranks);
+  rows.slow_of_rank.resize(num_ranks);
+  std::vector<std::vector<Run>> slow(num_nodes);
+  for (int32_t rank = 0; rank < num_ranks; ++rank) {
+    const int32_t node = node_of_rank[rank];
+    for (int32_t i = needs.begins[rank]; i < needs.begins[rank + 1]; ++i) {
+      const Run run = needs.runs[i];
+      for (int32_t chunk = grid.chunk_of(run.begin), begin = run.begin; begin < run.end; ++chunk) {
+        const int32_t end = std::min(run.end, grid.end(chunk)), owner = chunk_ranks[chunk];
+        if (node_of_rank[owner] != node) {
+          rows.slow_of_rank[rank] += end - begin;
+          slow[node].push_back({begin, end});
+        } else if (owner != rank) {
+          rows.fast_of_rank[rank] += end - begin;
+        }
+        begin = end;
+      }
+    }
+  }
+  for (auto& runs : slow) {
+    std::sort(runs.begin(), runs.end(), [](Run x, Run y) { return x.begin < y.begin; });
+    int64_t total = 0;
+    int32_t covered = 0;
+    for (const Run& run : runs) {
+      total += std::max(0, run.end - std::max(run.begin, covered));
+      covered = std::max(covered, run.end);
+    }
+    rows.slow_of_node.push_back(total);
+  }
+  return rows;
+}
+
 }  // namespace fm3::planner

@@ -29,4 +29,12 @@ RankNeeds needs_of_ranks(const std::vector<Need>& needs, const std::vector<int32
                          int32_t num_ranks, int32_t num_planes, int32_t coalesce_rows,
                          int32_t align_rows, int32_t s_k);
 
+// Key rows that each rank needs from other ranks of its node, and that each node needs from other nodes (each
+// row once). Sizes num_ranks and num_nodes.
+struct ForeignRows {
+  std::vector<int64_t> fast_of_rank, slow_of_rank, slow_of_node;
+};
+ForeignRows count_foreign_rows(const RankNeeds& needs, const ChunkGrid& grid, const std::vector<int32_t>& chunk_ranks,
+                               const std::vector<int32_t>& node_of_rank);
+
 }  // namespace fm3::planner

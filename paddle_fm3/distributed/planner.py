@@ -112,7 +112,9 @@ def build_plan(
             num_stages = 1
         elif num_stages is None:
             loads = np.bincount(partition.chunk_ranks, weights, minlength=num_ranks)
-            num_stages = route.choose_num_stages(needs, partition, topology, loads, cost)
+            num_stages = route.choose_num_stages(
+                needs, partition, topology, loads, cost, is_hierarchical=strategy.is_hierarchical
+            )
         routed = route.route_needs(
             needs,
             partition,

@@ -121,31 +121,53 @@ def route_ring(partition: Partition, topology: Topology) -> Route:
 
 
 def choose_num_stages(
-    needs: RankNeeds, partition: Partition, topology: Topology, rank_loads: NDArray[np.float64], cost: CostModel
+    needs: RankNeeds,
+    partition: Partition,
+    topology: Topology,
+    rank_loads: NDArray[np.float64],
+    cost: CostModel,
+    *,
+    is_hierarchical: bool = True,
 ) -> int:
-    """The number of stages with the least estimated forward time of the slowest rank.
+    """The number of stages with the least estimated time, forward and backward, of the slowest rank.
 
     Args:
         rank_loads: nanoseconds of forward and backward of each rank.
     """
-    own = np.bincount(
-        partition.chunk_ranks, np.diff(partition.chunk_begins_global), minlength=partition.num_ranks
-    ).astype(np.float64)
+    nodes = topology.as_array()
+    fast_rows, slow_rows, node_rows = planner().foreign_rows(
+        np.asarray(partition.chunk_begins_global, np.int32),
+        np.asarray(partition.chunk_ranks, np.int32),
+        nodes,
+        needs.begins,
+        needs.runs,
+    )
+    remote = fast_rows + slow_rows
     total = np.maximum(needs.num_rows(), 1)
-    remote = np.maximum(total - own, 0)  # all needs but the own rows, of which few are not needed
-    link = cost.slow if topology.num_nodes > 1 else cost.fast
-    transfer_us = remote * link.us_per_row(cost.row_bytes)
-    fwd_share = cost.fwd_tile_us / (cost.fwd_tile_us + cost.bwd_tile_us)
-    compute_us = rank_loads * 1e-3 * fwd_share
-    remote_us = compute_us * remote / np.maximum(total, own + remote)
-    best = (np.inf, 1)
-    for num_stages in STAGE_CHOICES:
-        # Arrivals are evenly spaced, so the finish is set by the start, the first or the last arrival alone.
-        per_stage = remote_us / num_stages + cost.step_overhead_us
-        first_arrival = transfer_us / num_stages + link.latency_us
-        finish = np.maximum(
-            np.maximum(compute_us - remote_us, first_arrival) + num_stages * per_stage,
-            transfer_us + link.latency_us + per_stage,
-        )
-        best = min(best, (float(finish.max()), num_stages))
-    return best[1]
+    if is_hierarchical:
+        # Every member takes its part of the node's slow rows and gets the others over the fast link.
+        slow_part = node_rows[nodes] / np.bincount(nodes)[nodes]
+        fast_us = (fast_rows + slow_rows) * cost.fast.us_per_row(cost.row_bytes)
+    else:
+        slow_part = slow_rows
+        fast_us = fast_rows * cost.fast.us_per_row(cost.row_bytes)
+    transfer_us = slow_part * cost.slow.us_per_row(cost.row_bytes) + fast_us  # a relayed row takes both
+    latency_us = np.where(slow_rows > 0, cost.slow.latency_us, 0) + np.where(remote > 0, cost.fast.latency_us, 0)
+    fwd_us = rank_loads * 1e-3 * cost.fwd_tile_us / (cost.fwd_tile_us + cost.bwd_tile_us)
+    bwd_us = rank_loads * 1e-3 - fwd_us
+    remote_share = remote / np.maximum(total, remote)
+    stages = np.array(STAGE_CHOICES)[:, None]  # [choices, 1]; all below [choices, num_ranks]
+    # Arrivals are evenly spaced, so a finish is set by the start, the first or the last arrival alone.
+    first_us, overhead_us = transfer_us / stages + latency_us, cost.step_overhead_us
+    fwd_remote_us, bwd_remote_us = fwd_us * remote_share, bwd_us * remote_share
+    fwd_finish = np.maximum(
+        np.maximum(fwd_us - fwd_remote_us, first_us) + fwd_remote_us + stages * overhead_us,
+        transfer_us + latency_us + fwd_remote_us / stages + overhead_us,
+    )
+    # Backward: half of the own rows hide the first arrival, the other half the last reduction.
+    half_us = (bwd_us - bwd_remote_us) / 2
+    bwd_finish = np.maximum(
+        np.maximum(half_us, first_us) + bwd_remote_us,
+        transfer_us + latency_us + bwd_remote_us / stages,
+    ) + np.maximum(half_us, first_us) + (stages + 1) * overhead_us  # fmt: skip
+    return STAGE_CHOICES[int(np.argmin((fwd_finish + bwd_finish).max(axis=1)))]
