@@ -11,7 +11,7 @@ import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -61,7 +61,7 @@ class AttentionCase:
     h_kv: int
     d_qk: int
     d_v: int
-    build_mask: Callable[[], RawMask] = field(repr=False, compare=False)
+    build_mask: Callable[[], RawMask] = field(repr=False)  # equal cases have the same mask, not only its name
     softmax_scale: float | None = None
 
     @property
@@ -209,6 +209,7 @@ def _question_and_two_answers(length: int, prefix: int) -> list[int]:
     return [prefix, first_answer, length - prefix - first_answer]
 
 
+@cache
 def benchmark_case(name: str) -> AttentionCase:
     """A case by its name in `results/`: ``{8k,32k,128k}_<kind>[_gqa4|_d64|_d256]``.
 

@@ -119,6 +119,13 @@ def test_resized_keeps_the_mask():
     assert case.num_visible_pairs * 16 * 32 == benchmark_case("8k_causal_document").num_visible_pairs * 8
 
 
+def test_counts_belong_to_the_mask_not_to_the_name():
+    case = hostile_case("causal_two_tiles")
+    assert case.num_visible_pairs == 256 * 257 // 2
+    changed = dataclasses.replace(case, build_mask=lambda: cases.RawMask(None, False))
+    assert changed != case and changed.num_visible_pairs == 256 * 256
+
+
 def test_every_field_of_a_case_is_consumed():
     """Changing any field changes the inputs, the call's arguments, or the label under which results stand."""
     base = AttentionCase("base", 2, 6, 6, 4, 2, 8, 8, hostile_case("single").build_mask, softmax_scale=0.5)
