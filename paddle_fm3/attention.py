@@ -50,7 +50,7 @@ def flashmask_attention(
     the arguments say.
 
     Args:
-        query: ``[b, s_q, h_q, d_qk]``; float32, bfloat16 or float16. Strided tensors are read in place.
+        query: ``[b, s_q, h_q, d_qk]``; float32, bfloat16 or float16. Paddle makes strided tensors dense first.
         key: ``[b, s_k, h_kv, d_qk]``, same dtype; h_kv divides h_q (grouped-query attention).
         value: ``[b, s_k, h_kv, d_v]``, same dtype.
         startend_row_indices: int32 ``[b, h_mask, s_k, n]`` with h_mask in {1, h_kv, h_q}: the half-open

@@ -22,16 +22,16 @@ std::vector<paddle::Tensor> attention_backward(
     PD_THROW("fm3_attention: a second backward() through one graph, whose saved tensors are gone; "
              "pass retain_graph=True to the first");
   }
+  const paddle::Tensor dense_q = contiguous(q), dense_k = contiguous(k), dense_v = contiguous(v);
   const paddle::Tensor dense_bounds = contiguous(bounds), dense_block_mask = contiguous(block_mask);
-  const CheckedInputs checked =
-      check_inputs({q, k, v, dense_bounds, dense_block_mask, softmax_scale, is_causal});
+  const CheckedInputs checked = check_inputs(
+      {dense_q, dense_k, dense_v, dense_bounds, dense_block_mask, softmax_scale, is_causal});
   check_gradient_inputs(checked, out, lse, maybe_dout, maybe_dlse);
   const Backend& backend = backend_for(q);
   const Shape& shape = checked.shape;
-  const paddle::Tensor dout =
-      maybe_dout.initialized() ? maybe_dout : zeros(out.shape(), out.dtype(), out);
-  const ReadableTensor q_view(q), k_view(k), v_view(v), out_view(out), dout_view(dout);
-  const paddle::Tensor dense_lse = contiguous(lse);
+  const paddle::Tensor dense_out = contiguous(out), dense_lse = contiguous(lse);
+  const paddle::Tensor dense_dout =  // [b, s_q, h_q, d_v]
+      maybe_dout.initialized() ? contiguous(maybe_dout) : zeros(out.shape(), out.dtype(), out);
   paddle::Tensor dense_dlse;  // [b, h_q, s_q], or undefined
   if (maybe_dlse.initialized()) dense_dlse = contiguous(maybe_dlse);
   paddle::Tensor dq = paddle::empty(q.shape(), q.dtype(), q.place());  // [b, s_q, h_q, d_qk]
@@ -44,24 +44,24 @@ std::vector<paddle::Tensor> attention_backward(
   params.softmax_scale = softmax_scale;
   params.is_deterministic = is_deterministic;
   params.mask = checked.mask;
-  params.q = q_view.data();
-  params.k = k_view.data();
-  params.v = v_view.data();
-  params.out = out_view.data();
+  params.q = dense_q.data();
+  params.k = dense_k.data();
+  params.v = dense_v.data();
+  params.out = dense_out.data();
   params.lse = dense_lse.data<float>();
-  params.dout = dout_view.data();
+  params.dout = dense_dout.data();
   params.dlse = dense_dlse.initialized() ? dense_dlse.data<float>() : nullptr;
   params.dq = dq.data();
   params.dk = dk.data();
   params.dv = dv.data();
-  params.stride_q = q_view.strides();
-  params.stride_k = k_view.strides();
-  params.stride_v = v_view.strides();
-  params.stride_out = out_view.strides();
-  params.stride_dout = dout_view.strides();
-  params.stride_dq = contiguous_strides(shape.s_q, shape.h_q, shape.d_qk);
-  params.stride_dk = contiguous_strides(shape.s_k, shape.h_kv, shape.d_qk);
-  params.stride_dv = contiguous_strides(shape.s_k, shape.h_kv, shape.d_v);
+  params.stride_q = strides_of(dense_q);
+  params.stride_k = strides_of(dense_k);
+  params.stride_v = strides_of(dense_v);
+  params.stride_out = strides_of(dense_out);
+  params.stride_dout = strides_of(dense_dout);
+  params.stride_dq = strides_of(dq);
+  params.stride_dk = strides_of(dk);
+  params.stride_dv = strides_of(dv);
   params.workspace_bytes = backend.bwd_workspace_bytes(&params);
   check_served(backend, "backward", params.workspace_bytes);
   paddle::Tensor scratch = workspace(params.workspace_bytes, q);

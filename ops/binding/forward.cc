@@ -14,12 +14,12 @@ std::vector<paddle::Tensor> attention_forward(
     const paddle::Tensor& bounds,      // [b, h_mask, s_k, n], or [0]
     const paddle::Tensor& block_mask,  // [b, h_mask, ceil(s_q/128), ceil(s_k/128)], or [0]
     float softmax_scale, bool is_causal, bool /*is_deterministic*/) {
+  const paddle::Tensor dense_q = contiguous(q), dense_k = contiguous(k), dense_v = contiguous(v);
   const paddle::Tensor dense_bounds = contiguous(bounds), dense_block_mask = contiguous(block_mask);
-  const CheckedInputs checked =
-      check_inputs({q, k, v, dense_bounds, dense_block_mask, softmax_scale, is_causal});
+  const CheckedInputs checked = check_inputs(
+      {dense_q, dense_k, dense_v, dense_bounds, dense_block_mask, softmax_scale, is_causal});
   const Backend& backend = backend_for(q);
   const Shape& shape = checked.shape;
-  const ReadableTensor q_view(q), k_view(k), v_view(v);
   paddle::Tensor out = paddle::empty({shape.b, shape.s_q, shape.h_q, shape.d_v}, q.dtype(),
                                      q.place());  // [b, s_q, h_q, d_v]
   paddle::Tensor lse = paddle::empty({shape.b, shape.h_q, shape.s_q}, paddle::DataType::FLOAT32,
@@ -30,15 +30,15 @@ std::vector<paddle::Tensor> attention_forward(
   params.dtype = checked.dtype;
   params.softmax_scale = softmax_scale;
   params.mask = checked.mask;
-  params.q = q_view.data();
-  params.k = k_view.data();
-  params.v = v_view.data();
+  params.q = dense_q.data();
+  params.k = dense_k.data();
+  params.v = dense_v.data();
   params.out = out.data();
   params.lse = lse.data<float>();
-  params.stride_q = q_view.strides();
-  params.stride_k = k_view.strides();
-  params.stride_v = v_view.strides();
-  params.stride_out = contiguous_strides(shape.s_q, shape.h_q, shape.d_v);
+  params.stride_q = strides_of(dense_q);
+  params.stride_k = strides_of(dense_k);
+  params.stride_v = strides_of(dense_v);
+  params.stride_out = strides_of(out);
   params.workspace_bytes = backend.fwd_workspace_bytes(&params);
   check_served(backend, "forward", params.workspace_bytes);
   paddle::Tensor scratch = workspace(params.workspace_bytes, q);

@@ -5,8 +5,6 @@
 
 namespace fm3::binding {
 
-Strides contiguous_strides(int64_t s, int64_t h, int64_t d) { return {s * h * d, h * d, d}; }
-
 paddle::Tensor contiguous(const paddle::Tensor& tensor) {
   if (tensor.is_contiguous()) return tensor;
 #if FM3_PADDLE_MAJOR >= 3
@@ -16,12 +14,9 @@ paddle::Tensor contiguous(const paddle::Tensor& tensor) {
 #endif
 }
 
-ReadableTensor::ReadableTensor(const paddle::Tensor& tensor) : tensor_(tensor) {
-  const auto is_readable = [](const paddle::Tensor& candidate) {
-    return candidate.dims()[3] <= 1 || candidate.strides()[3] == 1;
-  };
-  if (!is_readable(tensor_)) tensor_ = contiguous(tensor_);
-  strides_ = {tensor_.strides()[0], tensor_.strides()[1], tensor_.strides()[2]};
+Strides strides_of(const paddle::Tensor& tensor) {
+  const int64_t s = tensor.dims()[1], h = tensor.dims()[2], d = tensor.dims()[3];
+  return {s * h * d, h * d, d};
 }
 
 paddle::Tensor zeros(const std::vector<int64_t>& dims, paddle::DataType dtype,

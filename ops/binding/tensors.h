@@ -7,21 +7,11 @@
 
 namespace fm3::binding {
 
-// A tensor the kernels can read: its last axis is contiguous. Holds the copy, if one was needed.
-class ReadableTensor {
- public:
-  explicit ReadableTensor(const paddle::Tensor& tensor);  // [b, s, h, d]
-  const void* data() const { return tensor_.data(); }
-  Strides strides() const { return strides_; }
-
- private:
-  paddle::Tensor tensor_;
-  Strides strides_;
-};
-
-Strides contiguous_strides(int64_t s, int64_t h, int64_t d);
-
+// The tensor itself, or a dense copy. NOTE: Paddle 3.3.1 already hands a custom op dense copies of
+// strided tensors; this keeps the kernels right should a later one stop doing so.
 paddle::Tensor contiguous(const paddle::Tensor& tensor);
+
+Strides strides_of(const paddle::Tensor& tensor);  // of a contiguous [b, s, h, d]
 
 // A zero-filled tensor beside `like`, without a framework kernel and in the order of its stream.
 paddle::Tensor zeros(const std::vector<int64_t>& dims, paddle::DataType dtype,
