@@ -79,9 +79,13 @@ def explain(mask: ColumnMask, *, picture_rows: int = 24, picture_columns: int = 
     schedule = build_schedule(mask)
     counts = {tile_class: int(count.sum()) for tile_class, count in schedule.counts().items()}
     kinds: dict[str, int] = {}
+    kind_of: dict[str, str] = {}  # content of a plane -> its kind: batches often repeat one mask
     for b_idx, h_mask_idx in np.ndindex(mask.b, mask.h_mask):
-        kind = recognise(mask.select(b=slice(b_idx, b_idx + 1), h_mask=slice(h_mask_idx, h_mask_idx + 1)))
-        kinds[kind] = kinds.get(kind, 0) + 1
+        plane = mask.select(b=slice(b_idx, b_idx + 1), h_mask=slice(h_mask_idx, h_mask_idx + 1))
+        content = plane.content_hash()
+        if content not in kind_of:
+            kind_of[content] = recognise(plane)
+        kinds[kind_of[content]] = kinds.get(kind_of[content], 0) + 1
     try:
         bounds, causal = mask.to_bounds()
         num_bounds: int | None = bounds.shape[3]
