@@ -15,7 +15,7 @@ namespace fm3::cpu {
 namespace {
 
 const KernelTable* const kTargets[] = {  // best first
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(FM3_BASELINE_ONLY)
     &kAvx512Kernels, &kAvx2Kernels,
 #endif
     &kBaselineKernels};

@@ -28,7 +28,9 @@ class Outputs:
     dv: NDArray | None = None
 
 
-def relative_errors(case: AttentionCase, inputs: AttentionInputs, outputs: Outputs, *, seed: int = 0) -> dict[str, float]:
+def relative_errors(
+    case: AttentionCase, inputs: AttentionInputs, outputs: Outputs, *, seed: int = 0
+) -> dict[str, float]:
     """Largest |error| / largest |exact value| of each output over sampled rows and keys of the first head.
 
     The gradient of lse is taken to be zero, as the benchmarks call without it.

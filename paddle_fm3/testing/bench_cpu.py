@@ -141,7 +141,8 @@ def _prepare_torch(case: AttentionCase, inputs: AttentionInputs, threads: int, *
     import torch
 
     torch.set_num_threads(threads)
-    q, k, v, dout = (torch.from_numpy(x).transpose(1, 2).contiguous() for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    arrays = (inputs.q, inputs.k, inputs.v, inputs.dout)
+    q, k, v, dout = (torch.from_numpy(x).transpose(1, 2).contiguous() for x in arrays)
     for tensor in (q, k, v):
         tensor.requires_grad_()
     visible = _dense_visible(case)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_fm3._native import cpu_library
 from paddle_fm3._c_api import BoundForm, BwdParams, DType, FwdParams, MaskView, Shape, Strides
+from paddle_fm3._native import cpu_library
 
 DTYPES = {"float32": DType.FLOAT32, "bfloat16": DType.BFLOAT16, "float16": DType.FLOAT16}
 _FORMS = {(True, 1): BoundForm.LOWER1, (True, 2): BoundForm.LOWER2, (False, 2): BoundForm.OUTER2}

@@ -41,12 +41,15 @@ def assert_twins_agree(bounds: np.ndarray, causal: bool, s_q: int, block_k: int)
 
 @st.composite
 def masks(draw):
-    s_q, s_k = draw(st.integers(0, 60)), draw(st.integers(1, 70))
+    s_q, s_k = draw(st.integers(0, 80)), draw(st.integers(1, 70))
     causal, n = draw(st.sampled_from(FORMS))
     b, h_mask = draw(st.integers(1, 2)), draw(st.integers(1, 2))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     run_length = draw(st.sampled_from([1, 5, 16, 40]))
     bounds = rng.integers(-4, s_q + 5, (b, h_mask, -(-s_k // run_length), n))
+    if n in (2, 4) and draw(st.booleans()):  # short intervals leave many runs: more than a summary holds
+        length = rng.integers(1, 4, bounds[..., ::2].shape)
+        bounds[..., 1::2] = bounds[..., ::2] + length
     bounds = np.repeat(bounds, run_length, axis=2)[:, :, :s_k].astype(np.int32)
     return bounds, causal, s_q, draw(st.sampled_from([1, 3, 16, 64, 128]))
 
@@ -55,6 +58,30 @@ def masks(draw):
 @given(masks())
 def test_identical_to_the_python_twin(mask):
     assert_twins_agree(*mask)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_identical_to_the_python_twin_with_more_runs_than_fit(seed):
+    """Short hidden (or visible) intervals of several columns leave up to ten runs of few distinct lengths."""
+    rng = np.random.default_rng(seed)
+    s_q, s_k = 120, 24
+    begin = rng.integers(0, s_q, (1, 1, s_k, 2))
+    bounds = np.stack([begin[..., 0], begin[..., 0] + 3, begin[..., 1], begin[..., 1] + 5], axis=-1).astype(np.int32)
+    _, clear = native_runs(NativeMask.from_bounds(bounds, False, s_q), 4)
+    assert (clear[..., 3, 1] > 0).any(), "no tile has four runs: this test would prove nothing"
+    assert_twins_agree(bounds, False, s_q, 4)
+
+
+def test_the_longest_runs_are_kept_and_ties_keep_the_lower_begin():
+    """Six columns hide rows 2i^2+3 and 2i^2+4: seven clear runs of lengths 3, 0, 4, 8, 12, 16, 25."""
+    first = 2 * np.arange(6) ** 2 + 3
+    bounds = np.stack([first, first + 2, first * 0, first * 0], axis=-1).astype(np.int32)[None, None]
+    _, clear = native_runs(NativeMask.from_bounds(bounds, False, 80), 6)
+    assert clear[0, 0, 0].tolist() == [[13, 21], [23, 35], [37, 53], [55, 80]]
+    first = 10 * np.arange(6)  # rows 10i hidden: six clear runs of nine
+    bounds = np.stack([first, first + 1, first * 0, first * 0], axis=-1).astype(np.int32)[None, None]
+    _, clear = native_runs(NativeMask.from_bounds(bounds, False, 60), 6)
+    assert clear[0, 0, 0].tolist() == [[1, 10], [11, 20], [21, 30], [31, 40]]
 
 
 @pytest.mark.parametrize("kind", ["window", "document", "global_window", "qk_sparse", "random_eviction"])

@@ -93,6 +93,8 @@ def test_workers_share_the_callers_rounding_mode():
     case = CASES[1]
     inputs = make_inputs(case)
     results = []
+    with backend(num_threads=4):
+        run(case, inputs)  # starts the workers: a new thread would begin with the mode of its creator
     for num_threads in (1, 4):
         with backend(num_threads=num_threads):
             libm.fesetround(upward)
