@@ -35,42 +35,49 @@ std::vector<int32_t> contiguous(const NodeProblem& problem, const std::vector<No
   return node_of_chunk;
 }
 
-// Chunks island by island, islands of heavy chunks first. An island is the chunks whose rows (most of them) are
-// seen up to the same chunk: those of one document, or all of a causal mask.
-std::vector<int32_t> heavy_islands_first(const NodeProblem& problem, const std::vector<Need>& needs,
-                                         const ChunkGrid& grid, bool is_by_weight) {
+Load load_of(const NodeProblem& problem, const std::vector<int32_t>& chunks) {
+  Load load = 0;
+  for (int32_t chunk : chunks) load += problem.weights[chunk];
+  return load;
+}
+
+// Islands: chunks whose rows (most of them) are seen up to the same chunk, such as those of one document, or all of
+// a causal mask. Islands of heavy chunks first, chunks ascending.
+std::vector<std::vector<int32_t>> heavy_islands_first(const NodeProblem& problem, const std::vector<Need>& needs,
+                                                      const ChunkGrid& grid) {
   const int32_t num_chunks = problem.num_chunks();
-  std::vector<int32_t> island(num_chunks), widest(num_chunks);
+  std::vector<int32_t> seen_until(num_chunks), widest(num_chunks);
   for (const Need& need : needs) {
     for (int32_t chunk = grid.chunk_of(need.k_begin), begin = need.k_begin; begin < need.k_end; ++chunk) {
       const int32_t end = std::min(need.k_end, grid.end(chunk));
       if (end - begin >= widest[chunk]) {
         widest[chunk] = end - begin;
-        island[chunk] = need.chunk_end;
+        seen_until[chunk] = need.chunk_end;
       }
       begin = end;
     }
   }
-  std::vector<double> load(num_chunks + 1), count(num_chunks + 1);
-  for (int32_t chunk = 0; chunk < num_chunks; ++chunk) {
-    load[island[chunk]] += double(problem.weights[chunk]);
-    ++count[island[chunk]];
-  }
-  std::vector<int32_t> order(num_chunks);
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int32_t x, int32_t y) {
-    const int32_t ix = island[x], iy = island[y];
-    if (ix == iy) return is_by_weight && problem.weights[x] > problem.weights[y];
-    const double mean_x = load[ix] / count[ix], mean_y = load[iy] / count[iy];
-    return mean_x != mean_y ? mean_x > mean_y : ix < iy;
-  });
-  return order;
+  std::vector<std::vector<int32_t>> islands(num_chunks + 1);
+  for (int32_t chunk = 0; chunk < num_chunks; ++chunk) islands[seen_until[chunk]].push_back(chunk);
+  islands.erase(std::remove_if(islands.begin(), islands.end(), [](const auto& island) { return island.empty(); }),
+                islands.end());
+  const auto mean_load = [&](const std::vector<int32_t>& island) { return double(load_of(problem, island)) / double(island.size()); };
+  std::stable_sort(islands.begin(), islands.end(), [&](const auto& x, const auto& y) { return mean_load(x) > mean_load(y); });
+  return islands;
 }
 
 // Each node takes consecutive chunks from the heavy end and from the light end, in the proportion that gives it
 // its share of the load: even loads, and few islands broken.
 std::vector<int32_t> two_ended(const NodeProblem& problem, const std::vector<Node>& nodes,
-                               const std::vector<int32_t>& order) {
+                               const std::vector<std::vector<int32_t>>& islands, bool is_by_weight) {
+  std::vector<int32_t> order;
+  for (std::vector<int32_t> island : islands) {
+    if (is_by_weight) {
+      std::stable_sort(island.begin(), island.end(),
+                       [&](int32_t x, int32_t y) { return problem.weights[x] > problem.weights[y]; });
+    }
+    order.insert(order.end(), island.begin(), island.end());
+  }
   const std::vector<int32_t> counts = chunks_per_node(problem, nodes);
   std::vector<Load> before(order.size() + 1);  // load of order[0, i)
   for (size_t i = 0; i < order.size(); ++i) before[i + 1] = before[i] + problem.weights[order[i]];
@@ -94,6 +101,60 @@ std::vector<int32_t> two_ended(const NodeProblem& problem, const std::vector<Nod
     for (size_t i = 0; i < best; ++i) node_of_chunk[order[front++]] = int32_t(node);
     for (size_t i = best; i < size_t(counts[node]); ++i) node_of_chunk[order[--back]] = int32_t(node);
     speed_left -= nodes[node].speed;
+  }
+  return node_of_chunk;
+}
+
+// Whole islands (large ones in pieces) by load, longest first; then nodes with too many chunks hand some of
+// their lightest island to nodes with too few.
+std::vector<int32_t> packed(const NodeProblem& problem, const std::vector<Node>& nodes,
+                            const std::vector<std::vector<int32_t>>& islands) {
+  const std::vector<int32_t> counts = chunks_per_node(problem, nodes);
+  const size_t piece_size = size_t(std::max(1, *std::min_element(counts.begin(), counts.end()) / 2));
+  std::vector<std::vector<int32_t>> pieces;
+  for (const auto& island : islands) {
+    for (size_t at = 0; at < island.size(); at += piece_size) {
+      pieces.emplace_back(island.begin() + at, island.begin() + std::min(island.size(), at + piece_size));
+    }
+  }
+  std::stable_sort(pieces.begin(), pieces.end(),
+                   [&](const auto& x, const auto& y) { return load_of(problem, x) > load_of(problem, y); });
+  std::vector<double> finish(nodes.size());
+  std::vector<int32_t> surplus(nodes.size());
+  std::vector<std::vector<std::vector<int32_t>>> held(nodes.size());
+  for (size_t node = 0; node < nodes.size(); ++node) surplus[node] = -counts[node];
+  for (const auto& piece : pieces) {
+    const double load = double(load_of(problem, piece));
+    size_t best = 0;
+    for (size_t node = 1; node < nodes.size(); ++node) {
+      if (finish[node] + load / nodes[node].speed < finish[best] + load / nodes[best].speed) best = node;
+    }
+    held[best].push_back(piece);
+    finish[best] += load / nodes[best].speed;
+    surplus[best] += int32_t(piece.size());
+  }
+  while (true) {
+    const size_t giver = size_t(std::max_element(surplus.begin(), surplus.end()) - surplus.begin());
+    const size_t taker = size_t(std::min_element(surplus.begin(), surplus.end()) - surplus.begin());
+    if (surplus[giver] <= 0) break;
+    size_t lightest = 0;
+    const auto mean = [&](const std::vector<int32_t>& piece) { return double(load_of(problem, piece)) / double(piece.size()); };
+    for (size_t i = 1; i < held[giver].size(); ++i) {
+      if (mean(held[giver][i]) < mean(held[giver][lightest])) lightest = i;
+    }
+    auto& piece = held[giver][lightest];
+    const int32_t moved = std::min({surplus[giver], -surplus[taker], int32_t(piece.size())});
+    held[taker].emplace_back(piece.end() - moved, piece.end());
+    piece.resize(piece.size() - size_t(moved));
+    if (piece.empty()) held[giver].erase(held[giver].begin() + lightest);
+    surplus[giver] -= moved;
+    surplus[taker] += moved;
+  }
+  std::vector<int32_t> node_of_chunk(problem.num_chunks());
+  for (size_t node = 0; node < nodes.size(); ++node) {
+    for (const auto& piece : held[node]) {
+      for (int32_t chunk : piece) node_of_chunk[chunk] = int32_t(node);
+    }
   }
   return node_of_chunk;
 }
@@ -318,15 +379,14 @@ Balance balance_by_node(const NodeProblem& problem, const std::vector<Need>& nee
     between.capacity.push_back(node.slots);
     between.speed.push_back(node.speed);
   }
-  // Starts: both ends of the islands (few slow rows, nearly even), neighbours together (few slow rows, uneven),
-  // longest first (even, many slow rows).
+  // Starts with few slow rows (whole islands, neighbours together) or even loads (longest first); each is improved.
+  const auto islands = heavy_islands_first(problem, needs, grid);
   std::vector<int32_t> best;
   double best_us = 0;
-  for (const auto& start : {two_ended(problem, nodes, heavy_islands_first(problem, needs, grid, false)),
-                            two_ended(problem, nodes, heavy_islands_first(problem, needs, grid, true)),
-                            contiguous(problem, nodes), balance_lpt(between)}) {
+  for (const auto& start : {two_ended(problem, nodes, islands, false), two_ended(problem, nodes, islands, true),
+                            packed(problem, nodes, islands), contiguous(problem, nodes), balance_lpt(between)}) {
     grouping.load(start);
-    NodeDescent(problem, nodes, grouping).run(grouping.steps() + max_steps / 5);
+    NodeDescent(problem, nodes, grouping).run(grouping.steps() + max_steps / 6);
     const double us = latest_us(grouping);
     if (best.empty() || us < best_us) {
       best = grouping.node_of_chunk();
@@ -353,7 +413,7 @@ Balance balance_by_node(const NodeProblem& problem, const std::vector<Need>& nee
 
   const BalanceProblem whole{problem.weights, problem.capacity, problem.speed};
   const double bound = lower_bound(whole);
-  RankDescent(problem, grouping, ranks).run(bound * (1 + options.target_gap), grouping.steps() + max_steps / 5);
+  RankDescent(problem, grouping, ranks).run(bound * (1 + options.target_gap), grouping.steps() + max_steps / 6);
   std::vector<Load> loads(problem.num_ranks());
   for (int32_t chunk = 0; chunk < problem.num_chunks(); ++chunk) loads[ranks[chunk]] += problem.weights[chunk];
   double finish = 0;
