@@ -2,6 +2,9 @@
 #include "ops/dispatch/check_params.h"
 
 #include <cmath>
+#include <cstdlib>
+#include <initializer_list>
+#include <type_traits>
 
 namespace fm3 {
 namespace {
@@ -28,6 +31,10 @@ std::string check_sizes(const Shape& shape) {
                {"h_kv", shape.h_kv}, {"d_qk", shape.d_qk}, {"d_v", shape.d_v}};
   for (const auto& size : sizes) {
     if (size.value < 0) return join(size.name, "=", size.value, "; a size must be >= 0");
+  }
+  constexpr int32_t kMaxLength = INT32_MAX - kBlockMaskTile;  // tile ends stay 32-bit row numbers
+  if (shape.s_q > kMaxLength || shape.s_k > kMaxLength) {
+    return join("s_q=", shape.s_q, ", s_k=", shape.s_k, "; a length must be <= ", kMaxLength);
   }
   if (shape.h_q > 0 && (shape.h_kv == 0 || shape.h_q % shape.h_kv != 0)) {
     return join("h_q=", shape.h_q, ", h_kv=", shape.h_kv, "; h_kv must divide h_q");

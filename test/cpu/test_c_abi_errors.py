@@ -43,6 +43,7 @@ BAD_VALUES = [
     ("shape.h_kv", 3, "h_q=4, h_kv=3; h_kv must divide h_q"),
     ("shape.h_kv", 0, "h_q=4, h_kv=0; h_kv must divide h_q"),
     ("shape.s_k", -1, "s_k=-1; a size must be >= 0"),
+    ("shape.s_q", 2**31 - 1, "s_q=2147483647, s_k=7; a length must be <= 2147483519"),
     ("shape.d_v", -6, "d_v=-6; a size must be >= 0"),
     ("dtype", 3, "dtype=3; must be 0 (float32), 1 (bfloat16) or 2 (float16)"),
     ("softmax_scale", float("nan"), "softmax_scale=nan; must be finite"),

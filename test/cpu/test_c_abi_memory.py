@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import pytest
 from c_abi_support import DTYPES, assert_same_bits, backend, expected, native_mask, run, simd_targets
@@ -17,6 +19,7 @@ ODD_SHAPES = [  # s_q, s_k, h_q, h_kv, d_qk, d_v
     (130, 257, 2, 2, 64, 33),
     (64, 31, 4, 2, 96, 128),
 ]
+NORESERVE = 0x4000  # MAP_NORESERVE of Linux, which the mmap module lacks
 GUARD = 64  # elements on each side
 
 
@@ -107,6 +110,35 @@ def test_a_repeated_input_axis_may_have_stride_zero():
     out, _ = native_call.forward(inputs.q, k, v, mask)
     copied, _ = native_call.forward(inputs.q, k.copy(), v.copy(), mask)
     np.testing.assert_array_equal(out, copied)
+
+
+def _far_apart(array: np.ndarray, axis: int) -> np.ndarray:
+    """The same values with 2^31 + 64 elements between neighbours on `axis`; only the touched pages exist."""
+    step = 2**31 + 64
+    length = (array.shape[axis] - 1) * step + array.size
+    pages = mmap.mmap(-1, length * array.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+    strides = list(array.strides)
+    strides[axis] = step * array.itemsize
+    spread = np.ndarray(array.shape, array.dtype, buffer=pages, strides=strides)
+    spread[...] = array
+    return spread
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["b", "s", "h"])
+def test_offsets_beyond_two_to_the_31(axis):
+    """Every tensor's batch, row or head stride exceeds 32 bits of elements."""
+    sizes = {0: (2, 9, 1), 1: (1, 3, 1), 2: (1, 9, 2)}[axis]  # b, s, h
+    b, s, h = sizes
+    case = AttentionCase("far", b, s, s, h, h, 8, 8, build_mask=lambda: RawMask(None, True))
+    inputs = make_inputs(case, DTYPES["bfloat16"])
+    close = run(case, inputs)
+    mask = native_mask(case)
+    q, k, v, dout = (_far_apart(x, axis) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    out, lse = native_call.forward(q, k, v, mask, out=_far_apart(np.zeros_like(inputs.q), axis))
+    grads = tuple(_far_apart(np.zeros_like(x), axis) for x in (inputs.q, inputs.k, inputs.v))
+    native_call.backward(q, k, v, mask, out, lse, dout, inputs.dlse, grads=grads)
+    far = dict(zip(close, (out, lse, *grads), strict=True))
+    assert_same_bits(close, {name: np.ascontiguousarray(x) for name, x in far.items()}, axis)
 
 
 @pytest.mark.parametrize("phase", ["fwd", "bwd"])

@@ -74,6 +74,12 @@ FAULTS = [
           "ds_vec * __builtin_convertvector(1 + is_hidden, VecF)", NAN),
     Fault("bfloat16 truncated", PACK, "(bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16", "bits >> 16",
           "test_c_abi_oracle.py::test_rounding_of_outputs_is_to_nearest_even"),
+    Fault("offset cut to 32 bits", PACK, "element(base, dtype, s_idx * stride_s)",
+          "element(base, dtype, static_cast<int32_t>(s_idx * stride_s))",
+          "test_c_abi_memory.py::test_offsets_beyond_two_to_the_31"),
+    Fault("one element written past a row", PACK, "for (int c = 0; c < d; ++c) floats[c] = from[c] * scale;",
+          "for (int c = 0; c <= d; ++c) floats[c] = from[c] * scale;",
+          "test_c_abi_memory.py::test_only_outputs_are_written"),
     Fault("shortest runs kept", BUILDER, "return x.end - x.begin > y.end - y.begin;",
           "return x.end - x.begin < y.end - y.begin;", RUNS, BUILDER),
     Fault("second interval ignored in repeats", BUILDER, "std::equal(hidden_by, hidden_by + 3, previous",
@@ -96,7 +102,8 @@ def _tests_pass(library_dir: Path, tests: str) -> bool:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"test/cpu/{tests}"]
     environment = {**os.environ, "FM3_LIB_DIR": str(library_dir)}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode in (0, 1), done.stdout + done.stderr  # 1: a test failed; others: pytest itself did
+    # 1: a test failed; negative: the fault crashed the process; anything else is pytest's own trouble.
+    assert done.returncode <= 1, done.stdout + done.stderr
     return done.returncode == 0
 
 
@@ -126,6 +133,7 @@ def _survives(fault: Fault, root: Path, objects: dict[str, Path]) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_fault_is_caught(objects, tmp_path):
     _link(list(objects.values()), tmp_path / "libfm3_cpu.so")
     assert _tests_pass(tmp_path, ORACLE), "the unchanged sources must pass"
