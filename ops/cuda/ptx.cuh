@@ -221,6 +221,16 @@ __device__ __forceinline__ void ldmatrix_x4(const void* smem_src, uint32_t (&r)[
                : "memory");
 }
 
+// D[16, 8] += A[16, 16] B[16, 8] by one warp, bf16 in, fp32 out; fragments as wgmma.cuh's, 16 rows.
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                  uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7},"
+      " {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // --- Arithmetic --------------------------------------------------------------------------------
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;

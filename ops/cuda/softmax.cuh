@@ -6,10 +6,15 @@
 
 namespace fm3::sm90 {
 
-// The reference m is allowed to lag behind the true row maximum by up to 2^kSlackLog2: results are
-// the same (m cancels), P stays below 256 in fp32, bf16 and fp16, and O is rescaled only in the
-// few steps where the maximum really grows.
+// The reference m of a row need not be its maximum: it cancels in O / sum. It only has to keep
+// exp2(scale * (score - m)) in range. So
+//   * m lags behind the maximum by up to 2^kSlackLog2 and O is rescaled only in the few steps where
+//     the maximum really grows (P stays below 256, fine for bf16 and fp16);
+//   * bf16, whose range is that of fp32, may skip the search for the maximum altogether
+//     (`exponentiate_as_is`): a quarter of the softmax's time. If the sums then show that a score
+//     was far above m, the caller computes the scores again and takes the first way.
 constexpr float kSlackLog2 = 8.0f;
+constexpr float kSumLimit = 1048576.0f;  // 2^20 for one thread's part of a row in one step
 
 class RowSoftmax {
  public:
@@ -54,20 +59,28 @@ class RowSoftmax {
       }
       needs_rescale_ |= grows;
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float offset = max_[half] == -INFINITY ? 0.0f : max_[half] * scale_log2_;
-      float parts[2] = {0.0f, 0.0f};
-#pragma unroll
-      for (int idx = 2 * half; idx < kCount; idx += 4) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          scores[idx + e] = ptx::exp2_approx(fmaf(scores[idx + e], scale_log2_, -offset));
-          parts[e] += scores[idx + e];
-        }
-      }
-      sum_[half] += parts[0] + parts[1];
-    }
+    float step_sum[2];
+    exponentiate_rows(scores, step_sum);
+    sum_[0] += step_sum[0];
+    sum_[1] += step_sum[1];
+  }
+
+  // True (for the whole warp) if every row has a finite m, so that `exponentiate_as_is` may be tried.
+  __device__ __forceinline__ bool has_reference() const {
+    return __all_sync(0xFFFFFFFF, max_[0] > -INFINITY && max_[1] > -INFINITY);
+  }
+
+  // As `exponentiate` with m as it is. False (for the whole warp), with nothing updated and the
+  // scores lost, if a row's part exceeds kSumLimit or is NaN.
+  template <int kCount>
+  __device__ __forceinline__ bool exponentiate_as_is(float (&scores)[kCount]) {
+    float step_sum[2];
+    exponentiate_rows(scores, step_sum);
+    const bool is_good = step_sum[0] <= kSumLimit && step_sum[1] <= kSumLimit;
+    if (!__all_sync(0xFFFFFFFF, is_good)) return false;
+    sum_[0] += step_sum[0];
+    sum_[1] += step_sum[1];
+    return true;
   }
 
   // Uniform in the warp.
@@ -95,6 +108,24 @@ class RowSoftmax {
   }
 
  private:
+  template <int kCount>
+  __device__ __forceinline__ void exponentiate_rows(float (&scores)[kCount], float (&step_sum)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float offset = max_[half] == -INFINITY ? 0.0f : max_[half] * scale_log2_;
+      float parts[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (int idx = 2 * half; idx < kCount; idx += 4) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          scores[idx + e] = ptx::exp2_approx(fmaf(scores[idx + e], scale_log2_, -offset));
+          parts[e] += scores[idx + e];
+        }
+      }
+      step_sum[half] = parts[0] + parts[1];
+    }
+  }
+
   float scale_log2_;
   float max_[2], sum_[2], factor_[2];
   bool needs_rescale_ = false;

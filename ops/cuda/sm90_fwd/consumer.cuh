@@ -3,8 +3,10 @@
 // each other in it without a gap.
 #pragma once
 
-#include "config.cuh"
+#include <type_traits>
+
 #include "../softmax.cuh"
+#include "config.cuh"
 
 namespace fm3::sm90 {
 
@@ -15,6 +17,8 @@ class Consumer {
   using Step = typename Config::Step;
   static constexpr int kCols = Config::kCols;
   static constexpr int kRegsS = kCols / 2, kRegsO = Config::kHeadV / 2, kRegsP = kCols / 4;
+  // P of a far too small m still fits bf16 (not fp16).
+  static constexpr bool kMayKeepReference = std::is_same_v<T, __nv_bfloat16>;
   using MmaQk = ptx::Wgmma<kCols, T>;
   using MmaPv = ptx::Wgmma<Config::kHeadV, T, false, true>;
 
@@ -46,15 +50,17 @@ class Consumer {
     issue_qk(acc_s);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(acc_s);
+    release_k();
     finish_qk(step.flags, acc_s);
     softmax.start_tile();
-    softmax.template exponentiate<kRegsS>(acc_s);
+    softmax.exponentiate(acc_s);
     pack(acc_s, reg_p);
     int32_t scale_o = 0;  // 0: the next P V overwrites O
     while (true) {
       const Step next = wait_step();
       if (next.flags & Config::kEnd) break;
-      if (next.flags & Config::kFirst) wait_q();
+      const bool is_new_tile = next.flags & Config::kFirst;
+      if (is_new_tile) wait_q();
 #ifndef FM3_NO_PINGPONG
       ptx::named_barrier_sync(1 + group_, 256);
 #endif
@@ -66,24 +72,40 @@ class Consumer {
 #endif
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(acc_s);
-      finish_qk(next.flags, acc_s);
-      const bool is_new_tile = next.flags & Config::kFirst;
-      const RowSoftmax finished = softmax;
-      if (is_new_tile) softmax.start_tile();
-      softmax.template exponentiate<kRegsS>(acc_s);
-      // NOTE: the wait stands behind a branch that needs the exponentials' maxima. In the same basic
-      // block ptxas moves it up, ahead of the softmax, and nothing overlaps.
-      if (is_new_tile) {
-        finish_pv<0>(acc_o);
-        write_tile(step, finished, acc_o);
-        scale_o = 0;
-      } else if (softmax.any_needs_rescale()) {
-        finish_pv<1>(acc_o);
-        softmax.template rescale<kRegsO>(acc_o);
+      // NOTE: the waits for O stand behind branches that need the exponentials or their maxima. In
+      // the same basic block ptxas moves them up, ahead of the softmax, and nothing overlaps.
+      constexpr int32_t kNotPlain = Config::kFirst | Config::kLast | Config::kPartial;
+      if (kMayKeepReference && !(next.flags & kNotPlain) && softmax.has_reference()) {
+        prescale(acc_s);
+        if (softmax.exponentiate_as_is(acc_s)) {
+          finish_pv<0>(acc_o);
+        } else {
+          finish_pv<1>(acc_o);
+          compute_scores_again(acc_s);
+          prescale(acc_s);
+          softmax.exponentiate(acc_s);
+          softmax.rescale(acc_o);
+        }
+        release_k();
         scale_o = 1;
       } else {
-        finish_pv<2>(acc_o);
-        scale_o = 1;
+        release_k();
+        finish_qk(next.flags, acc_s);
+        const RowSoftmax finished = softmax;
+        if (is_new_tile) softmax.start_tile();
+        softmax.exponentiate(acc_s);
+        if (is_new_tile) {
+          finish_pv<2>(acc_o);
+          write_tile(step, finished, acc_o);
+          scale_o = 0;
+        } else if (softmax.any_needs_rescale()) {
+          finish_pv<3>(acc_o);
+          softmax.rescale(acc_o);
+          scale_o = 1;
+        } else {
+          finish_pv<4>(acc_o);
+          scale_o = 1;
+        }
       }
       pack(acc_s, reg_p);
       step = next;
@@ -145,15 +167,55 @@ class Consumer {
     v_pos_.next();
   }
 
-  // S is in registers: mask it, then let the loader have K (and Q after the tile's last step).
-  __device__ __forceinline__ void finish_qk(int32_t flags, float (&acc_s)[kRegsS]) {
+  __device__ __forceinline__ void release_k() {
     release(&smem_.k_empty[k_pos_.slot]);
     k_pos_.next();
-    if (flags & Config::kLast) release(&smem_.q_empty[group_]);
+  }
+
+  __device__ __forceinline__ void prescale(float (&acc_s)[kRegsS]) {
     if (args_.needs_prescale) {
 #pragma unroll
       for (int reg = 0; reg < kRegsS; ++reg) acc_s[reg] *= args_.prescale;
     }
+  }
+
+  // S = Q K^T of this warp's 16 rows once more, by the warp alone; Q and K are still in place. The
+  // rare way out of `exponentiate_as_is`.
+  __device__ __forceinline__ void compute_scores_again(float (&acc_s)[kRegsS]) {
+#pragma unroll
+    for (int reg = 0; reg < kRegsS; ++reg) acc_s[reg] = 0.0f;
+    const uint8_t* smem_q = smem_.q[group_];
+    const uint8_t* smem_k = smem_.k[k_pos_.slot];
+    // Lane l gives row l % 8 of 8x8 matrix l / 8: A wants (rows, k) blocks (0,0) (8,0) (0,8) (8,8),
+    // two B blocks of 8 columns (0,0) (0,8) (8,0) (8,8).
+    const int row_q = warp_ * 16 + lane_ % 16, chunk_q = lane_ / 16;
+    const int row_k = lane_ % 8 + lane_ / 16 * 8, chunk_k = lane_ / 8 % 2;
+#pragma unroll 1
+    for (int step = 0; step < Config::kHeadQk / 16; ++step) {
+      const int panel = step / 4, chunk = step % 4 * 2;  // 16-byte chunks of a 128-byte row
+      uint32_t reg_q[4];
+      ptx::ldmatrix_x4(smem_q + panel * Config::kRowsPerGroup * 128 + row_q * 128 +
+                           (((chunk + chunk_q) ^ (row_q % 8)) * 16),
+                       reg_q);
+      const uint8_t* panel_k = smem_k + panel * kCols * 128 + row_k * 128 +
+                               (((chunk + chunk_k) ^ (row_k % 8)) * 16);
+#pragma unroll
+      for (int block = 0; block < kCols / 16; ++block) {
+        uint32_t reg_k[4];
+        ptx::ldmatrix_x4(panel_k + block * 16 * 128, reg_k);
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+          float(&acc)[4] = *reinterpret_cast<float(*)[4]>(&acc_s[4 * (2 * block + part)]);
+          ptx::mma_m16n8k16_bf16(acc, reg_q, reg_k[2 * part], reg_k[2 * part + 1]);
+        }
+      }
+    }
+  }
+
+  // S is in registers: let the loader have Q after the tile's last step, then mask S.
+  __device__ __forceinline__ void finish_qk(int32_t flags, float (&acc_s)[kRegsS]) {
+    if (flags & Config::kLast) release(&smem_.q_empty[group_]);
+    prescale(acc_s);
     if (flags & Config::kPartial) {
       ptx::mbar_wait_warp(&smem_.mask_full[mask_pos_.slot], mask_pos_.parity);
       const int row = group_ * Config::kRowsPerGroup + warp_ * 16 + lane_ / 4;
