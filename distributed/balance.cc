@@ -188,11 +188,21 @@ class Descent {
     const Load total = std::accumulate(window_loads_.begin(), window_loads_.end(), Load{0});
     const double rest_capacity = before * (problem_.speed[ranks[1]] + problem_.speed[ranks[2]]);
     Move best{{}, {}, before};
+    // Load of every subset of the window's halves, so that a subset's load is two look-ups.
+    constexpr int kHalf = 3 * kTripleWindow / 2;
+    Load low[1 << kHalf], high[1 << (3 * kTripleWindow - kHalf)];
+    const int num_low = std::min(num_items, kHalf);
+    low[0] = high[0] = 0;
+    for (uint32_t mask = 1; mask < (1u << num_low); ++mask) {
+      low[mask] = low[mask & (mask - 1)] + window_loads_[__builtin_ctz(mask)];
+    }
+    for (uint32_t mask = 1; mask < (1u << (num_items - num_low)); ++mask) {
+      high[mask] = high[mask & (mask - 1)] + window_loads_[num_low + __builtin_ctz(mask)];
+    }
     // Subsets of `first_count` window items for the first rank, in Gosper's order.
     const int first_count = open_count_[0];
     for (uint32_t first = (1u << first_count) - 1; first < (1u << num_items);) {
-      Load first_load = 0;
-      for (uint32_t bits = first; bits != 0; bits &= bits - 1) first_load += window_loads_[__builtin_ctz(bits)];
+      const Load first_load = low[first & ((1u << num_low) - 1)] + high[first >> num_low];
       const double finish = double(base_[0] + first_load) / problem_.speed[ranks[0]];
       const double rest = double(base_[1] + base_[2] + total - first_load);
       if (finish < best.finish && rest < rest_capacity) {

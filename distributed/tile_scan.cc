@@ -13,7 +13,7 @@ constexpr int32_t kHigh = std::numeric_limits<int32_t>::max();
 struct IntervalExtremes {
   int32_t used_begin_min = kHigh, used_begin_max = kLow;
   int32_t used_end_min = kHigh, used_end_max = kLow;
-  bool has_empty = false;
+  bool has_empty = true;
 
   bool is_unused() const { return used_begin_min == kHigh; }
   // Rows that the interval hides in every column. Empty if some column's interval is.
@@ -24,18 +24,34 @@ struct IntervalExtremes {
   bool is_hull_exact() const { return is_unused() || used_begin_max <= used_end_min; }
 };
 
-__attribute__((target_clones("avx512f", "avx2", "default"))) IntervalExtremes extremes(
+__attribute__((target_clones("avx512f", "avx2", "default"))) IntervalExtremes extremes_with_empty(
     const int32_t* __restrict begin, const int32_t* __restrict end, int32_t count) {
-  int32_t begin_min = kHigh, begin_max = kLow, end_min = kHigh, end_max = kLow, num_empty = 0;
+  int32_t begin_min = kHigh, begin_max = kLow, end_min = kHigh, end_max = kLow;
   for (int32_t i = 0; i < count; ++i) {
     const bool is_used = begin[i] < end[i];
     begin_min = std::min(begin_min, is_used ? begin[i] : kHigh);
     begin_max = std::max(begin_max, is_used ? begin[i] : kLow);
     end_min = std::min(end_min, is_used ? end[i] : kHigh);
     end_max = std::max(end_max, is_used ? end[i] : kLow);
-    num_empty += is_used ? 0 : 1;
   }
-  return {begin_min, begin_max, end_min, end_max, num_empty > 0};
+  return {begin_min, begin_max, end_min, end_max, true};
+}
+
+// Most tiles have no empty interval, or none that is not: told by the shortest and the longest one.
+__attribute__((target_clones("avx512f", "avx2", "default"))) IntervalExtremes extremes(
+    const int32_t* __restrict begin, const int32_t* __restrict end, int32_t count) {
+  int32_t begin_min = kHigh, begin_max = kLow, end_min = kHigh, end_max = kLow, shortest = kHigh, longest = kLow;
+  for (int32_t i = 0; i < count; ++i) {
+    begin_min = std::min(begin_min, begin[i]);
+    begin_max = std::max(begin_max, begin[i]);
+    end_min = std::min(end_min, end[i]);
+    end_max = std::max(end_max, end[i]);
+    shortest = std::min(shortest, end[i] - begin[i]);
+    longest = std::max(longest, end[i] - begin[i]);
+  }
+  if (longest <= 0) return {};
+  if (shortest <= 0) return extremes_with_empty(begin, end, count);
+  return {begin_min, begin_max, end_min, end_max, false};
 }
 
 bool overlap(Run x, Run y) {

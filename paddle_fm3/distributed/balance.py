@@ -41,15 +41,15 @@ class SearchEffort:
 
     Attributes:
         target_gap: stop at this gap.
-        max_triples: exact splits of three ranks tried in all.
+        max_triples: exact splits of three ranks tried in all; between nodes they buy little for their time.
         max_kicks: restarts from a disturbed assignment.
         max_group_steps: budget of the node grouping.
     """
 
     target_gap: float = 0.001
-    max_triples: int = 40
+    max_triples: int = 0
     max_kicks: int = 0
-    max_group_steps: int = 400_000
+    max_group_steps: int = 1_000_000
 
 
 THOROUGH = SearchEffort(target_gap=0.0, max_triples=20_000, max_kicks=200, max_group_steps=20_000_000)
