@@ -127,7 +127,8 @@ def window_sides(window_size: int | tuple[int, int], indices: Tensor | None) -> 
             f"{_WHO}: window_size={window_size!r}; expected an int >= 0 or a pair (left, right) of them; "
             "None means no window"
         )
-    return sides
+    # A side beyond every length hides nothing; held where adding it to a row stays inside int32.
+    return tuple(min(side, 2**30) for side in sides)
 
 
 def _check_mask_tensor(name: str, mask: Tensor, axes: str, query: Tensor, key: Tensor) -> None:

@@ -132,7 +132,7 @@ def test_hidden_columns_have_zero_gradient():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("window", [0, 5, (3, 17), (500, 2), 199])
+@pytest.mark.parametrize("window", [0, 5, (3, 17), (500, 2), 199, (2**31 - 1, 2**40)])
 @pytest.mark.parametrize("s_q, s_k", [(S, S), (60, S), (S, 60)])
 def test_window_size(causal, window, s_q, s_k):
     left, right = (window, window) if isinstance(window, int) else window
