@@ -15,6 +15,7 @@ import pytest
 from paddle_fm3 import flashmask_attention
 from paddle_fm3.__main__ import main
 from paddle_fm3.commands import _doctor_checks as checks
+from paddle_fm3.integration.paddlenlp import config_schema
 from paddle_fm3.testing import cases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,14 +102,20 @@ def test_the_script_for_launchers_exists(capsys):
 
 
 @pytest.mark.dist
-def test_ranks_check_collectives_and_attention_together(capsys):
-    assert main(["doctor", "--ranks", "2", "--seconds", "0", "--device", "cpu", "--json"]) == 0
+def test_ranks_of_the_118b_layout_check_collectives_and_attention_together(capsys, tmp_path):
+    """The expert topology of the shipped 118B config at 4 ranks: fleet builds its groups, attention runs in them."""
+    content = json.loads((config_schema.CONFIG_DIR / "moe_118b_a14b_128k_cp16.json").read_text())
+    content["layout"].update(num_gpus=4, context_parallel_degree=2, sharding_parallel_degree=4)
+    content["layout"].update(expert_parallel_degree=2, moe_sharding_degree=2)
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(content))
+    assert main(["doctor", "--ranks", "4", "--seconds", "0", "--device", "cpu", "--config", str(path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     details = {check["name"]: check["detail"] for check in report["checks"]}
-    assert "2 ranks on 1 host, gloo; context-parallel groups [0, 1]" in details["layout"]
+    assert "4 ranks on 1 host, gloo; context-parallel groups [0, 1] [2, 3]; a group spans 1 host" in details["layout"]
     assert "right over 2 ranks" in details["collectives"]
     assert "forward and backward agree with the oracle" in details["attention over ranks"]
-    assert details["other ranks"] == "2 ranks agree"
+    assert details["other ranks"] == "4 ranks agree"
 
 
 def test_a_layout_for_other_ranks_is_refused(monkeypatch):

@@ -18,7 +18,7 @@ from reproduce_parts import paper, samples
 from reproduce_parts.planning import counts_every_tile
 
 Fields = dict[str, Any]
-SIMULATED = "simulated: kernel and link rates of CostModel()"
+SIMULATED = "kernel and link rates of CostModel()"
 
 
 def table_1(*, is_quick: bool) -> list[Fields]:

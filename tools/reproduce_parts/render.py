@@ -49,7 +49,7 @@ def table_1(results: Path) -> list[str]:
     if not records:
         return [NOT_YET.format(1)]
     by_row = {one["row"]: one for one in records}
-    parts = [f"**Simulated.** {records[0]['assumptions']}. Planned on {origin(records)}"]
+    parts = [f"**Simulated**, from real plans made on {origin(records)} Assumed: {records[0]['assumptions']}."]
     for kind in ("causal_document", "document"):
         head = ["configuration"]
         for sparsity in (70, 80, 86):
@@ -127,7 +127,7 @@ def table_5(results: Path) -> list[str]:
         rows.append([label, phase, *shown, f"{least:.2f}×", f"{most:.2f}×", f"{mean:.2f}×"])
     head = ["against", "phase", "least", "most", "geometric mean", "paper: least", "most", "mean"]
     return [
-        f"**Simulated.** {records[0]['assumptions']}. Planned on {origin(records)}",
+        f"**Simulated**, from real plans made on {origin(records)} Assumed: {records[0]['assumptions']}.",
         markdown(head, rows),
         "Both sides use the same kernel rates here, so only layout, traffic and overlap differ. MagiAttention has planner and "
         "kernels of its own and is not simulated.",
