@@ -76,7 +76,7 @@ $(LINT_STAMP): $(SETUP_STAMP) requirements-dev.txt
 	@touch $@
 
 lint: $(LINT_STAMP)
-	$(BIN)/ruff check .
+	$(BIN)/python tools/lint.py
 
 clean:
 	rm -rf build dist paddle_fm3/_lib *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
