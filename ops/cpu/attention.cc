@@ -26,7 +26,8 @@ std::atomic<const KernelTable*> chosen_kernels{nullptr};
 class AlignedBytes {
  public:
   explicit AlignedBytes(int64_t bytes)
-      : data_(static_cast<char*>(std::aligned_alloc(64, std::max<int64_t>(64, (bytes + 63) / 64 * 64)))) {
+      : data_(static_cast<char*>(
+            std::aligned_alloc(64, std::max<int64_t>(64, (bytes + 63) / 64 * 64)))) {
     if (data_ == nullptr) throw std::bad_alloc();
   }
   ~AlignedBytes() { std::free(data_); }
@@ -65,7 +66,8 @@ void zero_rows(float* base, const Strides& stride, int32_t b, int32_t s, int32_t
   for (int64_t b_idx = 0; b_idx < b; ++b_idx) {
     for (int64_t s_idx = 0; s_idx < s; ++s_idx) {
       for (int64_t h_idx = 0; h_idx < h; ++h_idx) {
-        std::memset(base + b_idx * stride.b + s_idx * stride.s + h_idx * stride.h, 0, sizeof(float) * d);
+        std::memset(base + b_idx * stride.b + s_idx * stride.s + h_idx * stride.h, 0,
+                    sizeof(float) * d);
       }
     }
   }

@@ -58,17 +58,18 @@ int64_t backward_scratch_bytes(const Shape& shape) {
   return reinterpret_cast<intptr_t>(arena.next);
 }
 
-// Claim:      dout v^T - delta is exactly 0 in a row that sees one key: such a row (the first of every
-//             causal document) gets no gradient made of rounding errors.
+// Claim:      dout v^T - delta is exactly 0 in a row that sees one key: such a row (the first of a
+//             causal document, say) gets no gradient made of rounding errors.
 // Because:    out is then v itself, and the products are summed here in gemm's order, one by one.
 // Breaks if:  the order here or in micro_kernel changes.
-// Tested by:  test/cpu/test_c_abi_oracle.py::test_rows_with_one_visible_key_have_exact_zero_gradient
+// Tested by:  test_c_abi_oracle.py::test_rows_with_one_visible_key_have_exact_zero_gradient
 void backward_delta(const BwdParams& params, int32_t b_idx, int32_t h_q_idx, int32_t q_tile_idx,
                     float* delta, void* scratch_block) {
   const Shape& shape = params.shape;
   const int d_v = shape.d_v;
   const HeadView out = head_view(params.out, params.dtype, params.stride_out, b_idx, h_q_idx, d_v);
-  const HeadView dout = head_view(params.dout, params.dtype, params.stride_dout, b_idx, h_q_idx, d_v);
+  const HeadView dout =
+      head_view(params.dout, params.dtype, params.stride_dout, b_idx, h_q_idx, d_v);
   Arena arena{static_cast<char*>(scratch_block)};
   float* row_values = arena.take<float>(d_v);
   float* out_columns = arena.take<float>(int64_t{kLanes} * d_v);   // [d_v][kLanes]
@@ -78,7 +79,8 @@ void backward_delta(const BwdParams& params, int32_t b_idx, int32_t h_q_idx, int
   const int64_t head = (int64_t{b_idx} * shape.h_q + h_q_idx) * shape.s_q;
   for (int32_t q_idx = q_begin; q_idx < q_end; q_idx += kLanes) {
     const int num_rows = q_end - q_idx < kLanes ? q_end - q_idx : kLanes;
-    for (int row = 0; row < num_rows; ++row) {  // lanes past num_rows hold old numbers, never stored
+    // Lanes past num_rows hold old numbers, which are never stored.
+    for (int row = 0; row < num_rows; ++row) {
       load_row(out.dtype, out.row(q_idx + row), d_v, row_values);
       for (int c = 0; c < d_v; ++c) out_columns[c * kLanes + row] = row_values[c];
       load_row(dout.dtype, dout.row(q_idx + row), d_v, row_values);
@@ -135,7 +137,8 @@ void pack_query_rows(const HeadView& x, float scale, int32_t q_begin, int num_ro
     special->rows[special->count++] = row;
     for (int col = 0; col < d_padded; col += kPanel) {
       const int width = d_padded - col < kPanel ? d_padded - col : kPanel;
-      std::memset(panels + int64_t{col} * num_rows + int64_t{row} * width, 0, sizeof(float) * width);
+      std::memset(panels + int64_t{col} * num_rows + int64_t{row} * width, 0,
+                  sizeof(float) * width);
     }
   }
 }
@@ -148,8 +151,8 @@ FM3_INLINE void zero_outside(Range keys, Range rows, int keys_padded, float* tab
   }
 }
 
-// p := exp2(p - lse), ds := p * (ds - delta + dlse); both 0 where hidden. delta and dlse stay apart:
-// their sum would lose the digits of a small dlse.
+// p := exp2(p - lse), ds := p * (ds - delta + dlse); both 0 where hidden. delta and dlse stay
+// apart: their sum would lose the digits of a small dlse.
 template <bool kIsMasked>
 void softmax_gradient(const TileBounds& bounds, int32_t q_begin, Range rows, Range keys,
                       const float* lse, const float* delta, const float* maybe_dlse, float* p,
@@ -168,9 +171,10 @@ void softmax_gradient(const TileBounds& bounds, int32_t q_begin, Range rows, Ran
       VecF p_vec = exp2_nonpositive(min_keeping_nan(exponent, VecF{}));
       VecF ds_vec = p_vec * (load(ds_at) - row_delta + row_dlse);
       if (kIsMasked) {
-        const VecI is_hidden = (q_idx < load(bounds.causal + k)) |
-                               ((load(bounds.lt_begin + k) <= q_idx) & (q_idx < load(bounds.lt_end + k))) |
-                               ((load(bounds.ut_begin + k) <= q_idx) & (q_idx < load(bounds.ut_end + k)));
+        const VecI is_hidden =
+            (q_idx < load(bounds.causal + k)) |
+            ((load(bounds.lt_begin + k) <= q_idx) & (q_idx < load(bounds.lt_end + k))) |
+            ((load(bounds.ut_begin + k) <= q_idx) & (q_idx < load(bounds.ut_end + k)));
         p_vec = as_float(as_int(p_vec) & ~is_hidden);
         ds_vec = as_float(as_int(ds_vec) & ~is_hidden);
       }
@@ -180,7 +184,7 @@ void softmax_gradient(const TileBounds& bounds, int32_t q_begin, Range rows, Ran
   }
 }
 
-// Adds what special rows of a B operand give to visible pairs: c[target] += weight(target, r) * row r.
+// What special rows r of a B operand give to visible pairs: c[target] += weight(target, r) * x[r].
 template <typename Weight, typename IsHidden>
 void add_special_rows(const SpecialRows& special, const HeadView& x, int32_t begin, float scale,
                       int num_targets, const Weight& weight, const IsHidden& is_hidden_pair,
@@ -217,11 +221,71 @@ void add_dq_in_turn(const BackwardContext& context, const TileClassifier& class_
   }
   const Strides& stride = context.stride_dq_acc;
   for (int row = 0; row < num_rows; ++row) {
-    float* to = context.dq_acc_f32 + b_idx * stride.b + (q_begin + row) * stride.s + h_q_idx * stride.h;
+    float* to =
+        context.dq_acc_f32 + b_idx * stride.b + (q_begin + row) * stride.s + h_q_idx * stride.h;
     const float* from = dq + int64_t{row} * d_padded;
     for (int c = 0; c < d; ++c) to[c] += from[c] * scale;
   }
   turn.store(k_tile_idx, std::memory_order_release);
+}
+
+struct QueryTile {
+  int32_t q_begin;
+  int num_rows;
+  bool is_partial;
+  const float* lse;  // [num_rows]
+  const float* delta;  // [num_rows]
+  const float* maybe_dlse;  // [num_rows]
+};
+
+// p and ds of one tile, and the tile's share of dq, from packed operands.
+void scores_and_dq(const Shape& shape, const QueryTile& tile, int num_keys,
+                   const BackwardScratch& scratch) {
+  const int d_qk_padded = round_up(shape.d_qk, kLanes), d_v_padded = round_up(shape.d_v, kLanes);
+  const int keys_padded = round_up(num_keys, kLanes);
+  const int rows_padded = round_up(tile.num_rows, kMicroRows);
+  const Panels k_transposed = {scratch.k_transposed, shape.d_qk, keys_padded};
+  const Panels v_transposed = {scratch.v_transposed, shape.d_v, keys_padded};
+  const Panels k_panels = {scratch.k_panels, num_keys, d_qk_padded};
+  for (int begin = 0; begin < rows_padded; begin += kStrip) {
+    const Range rows = {begin, rows_padded - begin < kStrip ? rows_padded : begin + kStrip};
+    const Range strip_rows = {begin, tile.num_rows < rows.end ? tile.num_rows : rows.end};
+    Range keys = scratch.spans->keys[begin / kStrip];
+    if (keys.begin >= keys.end) keys = {0, 0};
+    // gemm writes whole panels.
+    keys = {round_down(keys.begin, kPanel), round_up(keys.end, kPanel)};
+    keys.end = keys.end < keys_padded ? keys.end : keys_padded;
+    // What the strip does not compute is zero for the strips of keys in add_dk_dv.
+    zero_outside(keys, strip_rows, keys_padded, scratch.p);
+    zero_outside(keys, strip_rows, keys_padded, scratch.ds);
+    gemm<Order::kRowMajor, Into::kOverwrite>(rows, keys, {0, shape.d_qk}, scratch.q_rows,
+                                             d_qk_padded, k_transposed, scratch.p, kBlockK);
+    gemm<Order::kRowMajor, Into::kOverwrite>(rows, keys, {0, shape.d_v}, scratch.dout_rows,
+                                             d_v_padded, v_transposed, scratch.ds, kBlockK);
+    const auto gradient = tile.is_partial ? softmax_gradient<true> : softmax_gradient<false>;
+    gradient(*scratch.bounds, tile.q_begin, strip_rows, keys, tile.lse, tile.delta, tile.maybe_dlse,
+             scratch.p, scratch.ds);
+    keys.end = num_keys < keys.end ? num_keys : keys.end;
+    gemm<Order::kRowMajor, Into::kOverwrite>(rows, {0, d_qk_padded}, keys, scratch.ds, kBlockK,
+                                             k_panels, scratch.dq, d_qk_padded);
+  }
+}
+
+// dv += p^T dout, dk += ds^T q; a strip of keys looks only at the rows that may see it.
+void add_dk_dv(const Shape& shape, int num_rows, int num_keys, const BackwardScratch& scratch) {
+  const int d_qk_padded = round_up(shape.d_qk, kLanes), d_v_padded = round_up(shape.d_v, kLanes);
+  const int keys_padded = round_up(num_keys, kLanes);
+  const Panels q_panels = {scratch.q_panels, num_rows, d_qk_padded};
+  const Panels dout_panels = {scratch.dout_panels, num_rows, d_v_padded};
+  for (int begin = 0; begin < keys_padded; begin += kStrip) {
+    const Range keys = {begin, keys_padded - begin < kStrip ? keys_padded : begin + kStrip};
+    const Range rows = scratch.spans->rows[begin / kStrip];
+    if (rows.begin >= rows.end) continue;
+    gemm<Order::kKMajor, Into::kAdd>(keys, {0, d_v_padded}, rows, scratch.p, kBlockK, dout_panels,
+                                     scratch.dv, d_v_padded);
+    gemm<Order::kKMajor, Into::kAdd>(keys, {0, d_qk_padded}, rows, scratch.ds, kBlockK, q_panels,
+                                     scratch.dk, d_qk_padded);
+  }
 }
 
 void backward_key_tile(const BwdParams& params, const BackwardContext& context, int32_t b_idx,
@@ -231,16 +295,12 @@ void backward_key_tile(const BwdParams& params, const BackwardContext& context, 
   const int d_v = shape.d_v, d_v_padded = round_up(d_v, kLanes);
   const int32_t k_begin = k_tile_idx * kBlockK;
   const int num_keys = shape.s_k - k_begin < kBlockK ? shape.s_k - k_begin : kBlockK;
-  const int keys_padded = round_up(num_keys, kLanes);
   const int group = shape.h_q / shape.h_kv;
   const HeadView k = head_view(params.k, params.dtype, params.stride_k, b_idx, h_kv_idx, d_qk);
   const HeadView v = head_view(params.v, params.dtype, params.stride_v, b_idx, h_kv_idx, d_v);
   Arena arena{static_cast<char*>(scratch_block)};
   const BackwardScratch scratch = carve_backward(shape, &arena);
 
-  const Panels k_transposed = {scratch.k_transposed, d_qk, keys_padded};
-  const Panels v_transposed = {scratch.v_transposed, d_v, keys_padded};
-  const Panels k_panels = {scratch.k_panels, num_keys, d_qk_padded};
   std::memset(scratch.dk, 0, sizeof(float) * kBlockK * d_qk_padded);
   std::memset(scratch.dv, 0, sizeof(float) * kBlockK * d_v_padded);
   bool is_packed = false;
@@ -250,14 +310,14 @@ void backward_key_tile(const BwdParams& params, const BackwardContext& context, 
     const int32_t h_mask_idx = h_q_idx / (shape.h_q / context.mask.mask.h_mask);
     const TileClassifier class_of = tile_classifier(context.mask, b_idx, h_mask_idx);
     const HeadView q = head_view(params.q, params.dtype, params.stride_q, b_idx, h_q_idx, d_qk);
-    const HeadView dout = head_view(params.dout, params.dtype, params.stride_dout, b_idx, h_q_idx, d_v);
+    const HeadView dout =
+        head_view(params.dout, params.dtype, params.stride_dout, b_idx, h_q_idx, d_v);
     for (int32_t q_tile_idx = 0; q_tile_idx < num_q_tiles; ++q_tile_idx) {
       const int32_t q_begin = q_tile_idx * kBlockQ;
       const TileClass tile_class = class_of(q_begin, k_tile_idx);
       if (tile_class == TileClass::kSkip) continue;
       const bool is_partial = tile_class == TileClass::kPartial;
       const int num_rows = shape.s_q - q_begin < kBlockQ ? shape.s_q - q_begin : kBlockQ;
-      const int rows_padded = round_up(num_rows, kMicroRows);
       const int64_t stats = (int64_t{b_idx} * shape.h_q + h_q_idx) * shape.s_q + q_begin;
       if (!is_packed) pack_key_tile(k, v, k_begin, num_keys, scratch);
       is_packed = true;
@@ -274,38 +334,14 @@ void backward_key_tile(const BwdParams& params, const BackwardContext& context, 
       } else {
         see_everything(num_rows, num_keys, scratch.spans);
       }
-      for (int begin = 0; begin < rows_padded; begin += kStrip) {
-        const Range rows = {begin, rows_padded - begin < kStrip ? rows_padded : begin + kStrip};
-        const Range strip_rows = {begin, num_rows < rows.end ? num_rows : rows.end};
-        Range keys = scratch.spans->keys[begin / kStrip];
-        if (keys.begin >= keys.end) keys = {0, 0};
-        keys = {round_down(keys.begin, kPanel), round_up(keys.end, kPanel)};  // gemm writes whole panels
-        keys.end = keys.end < keys_padded ? keys.end : keys_padded;
-        // What the strip does not compute is zero for the strips of keys below.
-        zero_outside(keys, strip_rows, keys_padded, scratch.p);
-        zero_outside(keys, strip_rows, keys_padded, scratch.ds);
-        gemm<Order::kRowMajor, Into::kOverwrite>(rows, keys, {0, d_qk}, scratch.q_rows, d_qk_padded,
-                                                 k_transposed, scratch.p, kBlockK);
-        gemm<Order::kRowMajor, Into::kOverwrite>(rows, keys, {0, d_v}, scratch.dout_rows, d_v_padded,
-                                                 v_transposed, scratch.ds, kBlockK);
-        (is_partial ? softmax_gradient<true> : softmax_gradient<false>)(
-            *scratch.bounds, q_begin, strip_rows, keys, params.lse + stats, context.delta + stats,
-            params.dlse == nullptr ? nullptr : params.dlse + stats, scratch.p, scratch.ds);
-        keys.end = num_keys < keys.end ? num_keys : keys.end;
-        gemm<Order::kRowMajor, Into::kOverwrite>(rows, {0, d_qk_padded}, keys, scratch.ds, kBlockK,
-                                                 k_panels, scratch.dq, d_qk_padded);
-      }
-      const Panels q_panels = {scratch.q_panels, num_rows, d_qk_padded};
-      const Panels dout_panels = {scratch.dout_panels, num_rows, d_v_padded};
-      for (int begin = 0; begin < keys_padded; begin += kStrip) {
-        const Range keys = {begin, keys_padded - begin < kStrip ? keys_padded : begin + kStrip};
-        const Range rows = scratch.spans->rows[begin / kStrip];
-        if (rows.begin >= rows.end) continue;
-        gemm<Order::kKMajor, Into::kAdd>(keys, {0, d_v_padded}, rows, scratch.p, kBlockK, dout_panels,
-                                         scratch.dv, d_v_padded);
-        gemm<Order::kKMajor, Into::kAdd>(keys, {0, d_qk_padded}, rows, scratch.ds, kBlockK, q_panels,
-                                         scratch.dk, d_qk_padded);
-      }
+      const QueryTile query_tile = {q_begin,
+                                    num_rows,
+                                    is_partial,
+                                    params.lse + stats,
+                                    context.delta + stats,
+                                    params.dlse == nullptr ? nullptr : params.dlse + stats};
+      scores_and_dq(shape, query_tile, num_keys, scratch);
+      add_dk_dv(shape, num_rows, num_keys, scratch);
       const auto hides = [&](int row, int key) {
         return is_partial && is_hidden(*scratch.bounds, q_begin + row, key);
       };
@@ -330,10 +366,12 @@ void backward_key_tile(const BwdParams& params, const BackwardContext& context, 
     // q_rows carry softmax_scale * log2(e); ln 2 leaves the softmax_scale that dk needs.
     store_row(params.dtype, scratch.dk + int64_t{key} * d_qk_padded, kLn2, d_qk,
               element(params.dk, params.dtype,
-                      b_idx * params.stride_dk.b + k_idx * params.stride_dk.s + h_kv_idx * params.stride_dk.h));
+                      b_idx * params.stride_dk.b + k_idx * params.stride_dk.s +
+                          h_kv_idx * params.stride_dk.h));
     store_row(params.dtype, scratch.dv + int64_t{key} * d_v_padded, 1.0f, d_v,
               element(params.dv, params.dtype,
-                      b_idx * params.stride_dv.b + k_idx * params.stride_dv.s + h_kv_idx * params.stride_dv.h));
+                      b_idx * params.stride_dv.b + k_idx * params.stride_dv.s +
+                          h_kv_idx * params.stride_dv.h));
   }
 }
 
@@ -347,6 +385,7 @@ void backward_store_dq(const BwdParams& params, const BackwardContext& context, 
     store_row(params.dtype, context.dq_acc_f32 + b_idx * from.b + q_idx * from.s + h_q_idx * from.h,
               1.0f, shape.d_qk,
               element(params.dq, params.dtype,
-                      b_idx * params.stride_dq.b + q_idx * params.stride_dq.s + h_q_idx * params.stride_dq.h));
+                      b_idx * params.stride_dq.b + q_idx * params.stride_dq.s +
+                          h_q_idx * params.stride_dq.h));
   }
 }

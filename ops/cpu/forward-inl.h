@@ -3,17 +3,17 @@
 //
 // Scores are kept transposed, s[key][query]: the query tile stays packed, key rows need no packing,
 // row statistics are plain vector operations, and a key's hidden rows are runs of memory. A strip of
-// kStrip queries goes through scores, softmax and output before the next one: its scores stay in L1.
+// kStrip queries goes through scores, softmax and output before the next: its scores stay in L1.
 
 struct ForwardScratch {
-  float* q_panels;   // [q_padded/kPanel][d_qk][width] q * softmax_scale * log2(e)
-  float* k_rows;     // [kBlockK][d_qk]
-  float* v_panels;   // [d_v_padded/kPanel][num_keys][width]
-  float* s;          // [kBlockK][kStrip] scores in log2 units, then probabilities
-  float* out;        // [kBlockQ][d_v_padded] unnormalised output
-  float* row;        // one row of q or v
-  float* row_max;    // [kBlockQ]
-  float* row_sum;    // [kBlockQ]
+  float* q_panels;  // [q_padded/kPanel][d_qk][width] q * softmax_scale * log2(e)
+  float* k_rows;  // [kBlockK][d_qk]
+  float* v_panels;  // [d_v_padded/kPanel][num_keys][width]
+  float* s;  // [kBlockK][kStrip] scores in log2 units, then probabilities
+  float* out;  // [kBlockQ][d_v_padded] unnormalised output
+  float* row;  // one row of q or v
+  float* row_max;  // [kBlockQ]
+  float* row_sum;  // [kBlockQ]
   float* row_scale;  // [kBlockQ] 2^(old max - new max)
   TileBounds* bounds;
   VisibleSpans* spans;
@@ -28,7 +28,8 @@ FM3_INLINE ForwardScratch carve_forward(const Shape& shape, Arena* arena) {
   scratch.v_panels = arena->take<float>(int64_t{kBlockK} * d_v);
   scratch.s = arena->take<float>(int64_t{kBlockK} * kStrip);
   scratch.out = arena->take<float>(int64_t{kBlockQ} * d_v);
-  scratch.row = arena->take<float>(round_up(shape.d_qk > shape.d_v ? shape.d_qk : shape.d_v, kLanes));
+  scratch.row =
+      arena->take<float>(round_up(shape.d_qk > shape.d_v ? shape.d_qk : shape.d_v, kLanes));
   scratch.row_max = arena->take<float>(kBlockQ);
   scratch.row_sum = arena->take<float>(kBlockQ);
   scratch.row_scale = arena->take<float>(kBlockQ);
@@ -68,7 +69,7 @@ void online_softmax(int num_rows, Range keys, float* s, float* row_max, float* r
     for (int k = keys.begin; k < keys.end; ++k) {
       new_max = max_ignoring_nan(load(s + k * kStrip + q), new_max);
     }
-    // A row with nothing visible so far has maximum -inf; 0 keeps -inf - (-inf) out of the exponent.
+    // A row with nothing visible so far has maximum -inf; 0 keeps -inf - (-inf) out of exp2.
     const VecF shift = new_max == splat(-kInfinity) ? splat(0.0f) : new_max;
     const VecF scale = exp2_nonpositive(old_max - shift);
     VecF sum = VecF{};  // of this tile alone: short sums round less than one long one
@@ -145,13 +146,15 @@ void forward_query_tile(const FwdParams& params, const MaskContext& context, int
       keys.begin = round_down(keys.begin, kMicroRows);
       const Panels q_panels = {scratch.q_panels + int64_t{strip_begin} * d_qk, d_qk, strip_rows};
       float* out = scratch.out + int64_t{strip_begin} * d_v_padded;
-      gemm<Order::kRowMajor, Into::kOverwrite>(keys, {0, strip_rows}, {0, d_qk}, scratch.k_rows, d_qk,
-                                               q_panels, scratch.s, kStrip);
-      if (is_partial) hide_scores(*scratch.bounds, q_begin + strip_begin, strip_rows, keys, scratch.s);
+      gemm<Order::kRowMajor, Into::kOverwrite>(keys, {0, strip_rows}, {0, d_qk}, scratch.k_rows,
+                                               d_qk, q_panels, scratch.s, kStrip);
+      if (is_partial)
+        hide_scores(*scratch.bounds, q_begin + strip_begin, strip_rows, keys, scratch.s);
       online_softmax(strip_rows, keys, scratch.s, scratch.row_max + strip_begin,
                      scratch.row_sum + strip_begin, scratch.row_scale + strip_begin);
-      gemm<Order::kKMajor, Into::kScaleAdd>({0, strip_rows}, {0, d_v_padded}, keys, scratch.s, kStrip,
-                                            v_panels, out, d_v_padded, scratch.row_scale + strip_begin);
+      gemm<Order::kKMajor, Into::kScaleAdd>({0, strip_rows}, {0, d_v_padded}, keys, scratch.s,
+                                            kStrip, v_panels, out, d_v_padded,
+                                            scratch.row_scale + strip_begin);
       for (int i = 0; i < special.count; ++i) {
         const int key = special.rows[i];
         if (key < keys.begin || key >= keys.end) continue;

@@ -2,9 +2,9 @@
 // Small matrix products on packed operands: C[rows, cols] (op)= A[rows, depth] * B[depth, cols].
 //
 // B lies in panels of kPanel columns, each [depth][width]; the last panel may be one vector wide.
-// A is read one float at a time and broadcast, so it needs no packing: row-major (A[row][k]) or, for
-// a transposed A, k-major (A[k][row]). A and C have rows padded to kMicroRows; what lands in padding
-// is never read. The order of additions depends on the ranges alone.
+// A is read one float at a time and broadcast, so it needs no packing: row-major (A[row][k]) or,
+// for a transposed A, k-major (A[k][row]). A and C have rows padded to kMicroRows; what lands in
+// padding is never read. The order of additions depends on the ranges alone.
 //
 // Own microkernel rather than a library's: 95 % of OpenBLAS's sgemm on the same core (Zen 4, one
 // thread, s = 2048, d = 128), softmax included, from 90 lines that compile in a second for every
@@ -65,8 +65,8 @@ FM3_INLINE void micro_kernel(int depth, const float* a, int64_t lda, const float
 // The part `rows` x `cols` of C from the part `depth` of the sum. rows.begin is a multiple of
 // kMicroRows, cols.begin of kPanel; their ends are rounded up to whole rows and vectors.
 template <Order kOrder, Into kInto>
-void gemm(Range rows, Range cols, Range depth, const float* a, int64_t lda, const Panels& b, float* c,
-          int64_t ldc, const float* row_scale = nullptr) {
+void gemm(Range rows, Range cols, Range depth, const float* a, int64_t lda, const Panels& b,
+          float* c, int64_t ldc, const float* row_scale = nullptr) {
   const float* a_begin = a + (kOrder == Order::kKMajor ? depth.begin * lda : depth.begin);
   const int num_k = depth.end - depth.begin;
   for (int col = cols.begin; col < cols.end; col += kPanel) {
@@ -80,7 +80,8 @@ void gemm(Range rows, Range cols, Range depth, const float* a, int64_t lda, cons
       if (is_narrow) {
         micro_kernel<1, kOrder, kInto>(num_k, a_rows, lda, b_panel, c_rows, ldc, scale_rows);
       } else {
-        micro_kernel<kMicroVecs, kOrder, kInto>(num_k, a_rows, lda, b_panel, c_rows, ldc, scale_rows);
+        micro_kernel<kMicroVecs, kOrder, kInto>(num_k, a_rows, lda, b_panel, c_rows, ldc,
+                                                scale_rows);
       }
     }
   }

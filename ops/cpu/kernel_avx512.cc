@@ -10,9 +10,9 @@
 #define FM3_TARGET avx512
 #define FM3_TABLE kAvx512Kernels
 #define FM3_VECTOR_BYTES 64
-#define FM3_IS_SUPPORTED                                                          \
-  (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&     \
-   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&    \
+#define FM3_IS_SUPPORTED                                                       \
+  (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&  \
+   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && \
    __builtin_cpu_supports("fma"))
 #include "ops/cpu/kernel-inl.h"
 #pragma GCC pop_options

@@ -26,8 +26,8 @@ struct MaskContext {
 
 struct BackwardContext {
   MaskContext mask;
-  const float* delta;          // [b, h_q, s_q] rowsum(dout * out)
-  float* dq_acc_f32;           // fp32 sums of dq; the output itself for fp32 tensors
+  const float* delta;  // [b, h_q, s_q] rowsum(dout * out)
+  float* dq_acc_f32;  // fp32 sums of dq; the output itself for fp32 tensors
   Strides stride_dq_acc;
   std::atomic<int32_t>* dq_turn;  // [b, h_q, num_q_tiles] last key tile that was added; -1 at first
 };

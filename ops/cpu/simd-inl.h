@@ -26,9 +26,9 @@ constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2e = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
 
-// 2^x for x <= 0, within 1.5 units in the last place down to -126, and 0 below -126.5; NaN stays NaN.
-// 2^x = 2^n * 2^f with integer n and |f| <= 1/2; 2^f by a minimax polynomial whose relative error is
-// 2e-9, constant term exactly 1 so that 2^0 = 1.
+// 2^x for x <= 0, within 1.5 units in the last place down to -126, and 0 below -126.5; NaN stays
+// NaN. 2^x = 2^n * 2^f with integer n and |f| <= 1/2; 2^f by a minimax polynomial whose relative
+// error is 2e-9, constant term exactly 1 so that 2^0 = 1.
 FM3_INLINE VecF exp2_nonpositive(VecF x) {
   const VecF kLow = splat(-127.0f);
   x = kLow > x ? kLow : x;

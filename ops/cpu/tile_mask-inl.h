@@ -13,7 +13,8 @@ void load_tile_bounds(const MaskView& mask, int64_t b_idx, int64_t h_mask_idx, i
   const int32_t* bounds =
       mask.form == BoundForm::kNone
           ? nullptr
-          : mask.bounds + ((b_idx * mask.h_mask + h_mask_idx) * mask.s_k + k_begin) * num_column_bounds;
+          : mask.bounds +
+                ((b_idx * mask.h_mask + h_mask_idx) * mask.s_k + k_begin) * num_column_bounds;
   for (int k = 0; k < num_keys; ++k) {
     const ColumnBounds column = expand_bounds(bounds + k * num_column_bounds, mask.form, mask.s_q);
     tile->lt_begin[k] = column.lt_begin;
@@ -30,15 +31,16 @@ void load_tile_bounds(const MaskView& mask, int64_t b_idx, int64_t h_mask_idx, i
 }
 
 FM3_INLINE bool is_hidden(const TileBounds& tile, int32_t q_idx, int k) {
-  return q_idx < tile.causal[k] ||
-         hidden(q_idx, ColumnBounds{tile.lt_begin[k], tile.lt_end[k], tile.ut_begin[k], tile.ut_end[k]});
+  return q_idx < tile.causal[k] || hidden(q_idx, ColumnBounds{tile.lt_begin[k], tile.lt_end[k],
+                                                              tile.ut_begin[k], tile.ut_end[k]});
 }
 
 // A tile is worked on in strips of kStrip rows (and, for dk and dv, of kStrip keys). A strip of a
 // PARTIAL tile looks only at the keys between the first and the last that it sees.
 constexpr int kStrip = 32;
 constexpr int kMaxStrips = (kBlockQ > kBlockK ? kBlockQ : kBlockK) / kStrip;
-static_assert(kStrip % kPanel == 0 && kStrip % kMicroRows == 0, "strips hold whole panels and micro rows");
+static_assert(kStrip % kPanel == 0 && kStrip % kMicroRows == 0,
+              "strips hold whole panels and micro rows");
 static_assert(kBlockQ % kStrip == 0 && kBlockK % kStrip == 0, "tiles hold whole strips");
 
 struct VisibleSpans {
@@ -47,7 +49,7 @@ struct VisibleSpans {
 };
 
 // Claim:      no pair outside the spans is visible.
-// Because:    a key is left out of a strip only if one of its hidden intervals covers the whole strip.
+// Because:    a key is left out of a strip only if one hidden interval covers the whole strip.
 // Breaks if:  strips here and in the kernels differ in size or origin.
 // Tested by:  test/cpu/test_c_abi_oracle.py (hostile cases and random masks against the oracle)
 void find_visible_spans(const TileBounds& tile, int32_t q_begin, int num_rows, int num_keys,
@@ -55,7 +57,8 @@ void find_visible_spans(const TileBounds& tile, int32_t q_begin, int num_rows, i
   for (int strip = 0; strip < kMaxStrips; ++strip) spans->rows[strip] = {kBlockQ, 0};
   for (int strip = 0; strip * kStrip < num_rows; ++strip) {
     const int32_t begin = q_begin + strip * kStrip;
-    const int32_t end = begin + (num_rows - strip * kStrip < kStrip ? num_rows - strip * kStrip : kStrip);
+    const int32_t end =
+        begin + (num_rows - strip * kStrip < kStrip ? num_rows - strip * kStrip : kStrip);
     Range keys = {num_keys, 0};
     for (int k = 0; k < num_keys; ++k) {
       const bool is_covered = (end <= tile.causal[k]) |
@@ -104,7 +107,8 @@ FM3_INLINE TileClassifier tile_classifier(const MaskContext& context, int64_t b_
   const int64_t num_k_tiles = (int64_t{mask.s_k} + kBlockK - 1) / kBlockK;
   const int64_t num_q_blocks = (int64_t{mask.s_q} + kBlockMaskTile - 1) / kBlockMaskTile;
   const int64_t head = b_idx * mask.h_mask + h_mask_idx;
-  return {context.summaries + head * num_k_tiles,
-          mask.block_mask == nullptr ? nullptr : mask.block_mask + head * num_q_blocks * num_k_tiles,
-          num_k_tiles, mask.s_q};
+  return {
+      context.summaries + head * num_k_tiles,
+      mask.block_mask == nullptr ? nullptr : mask.block_mask + head * num_q_blocks * num_k_tiles,
+      num_k_tiles, mask.s_q};
 }

@@ -48,7 +48,8 @@ std::string check_mask_fits(const MaskView& mask, const Shape& shape) {
   if (mask.s_k != shape.s_k) return join("mask.s_k=", mask.s_k, "; k has s_k=", shape.s_k);
   const bool is_legal = mask.h_mask == 1 || mask.h_mask == shape.h_kv || mask.h_mask == shape.h_q;
   if (!is_legal) {
-    return join("mask.h_mask=", mask.h_mask, "; must be 1, h_kv=", shape.h_kv, " or h_q=", shape.h_q);
+    return join("mask.h_mask=", mask.h_mask, "; must be 1, h_kv=", shape.h_kv,
+                " or h_q=", shape.h_q);
   }
   return check_mask(mask);
 }
@@ -57,15 +58,16 @@ std::string check_mask_fits(const MaskView& mask, const Shape& shape) {
 std::string check_tensor(const char* name, const void* data, const Strides& stride, int64_t b,
                          int64_t s, int64_t h, int64_t d, bool is_written) {
   if (b == 0 || s == 0 || h == 0 || d == 0) return "";
-  if (data == nullptr) return join(name, " is nullptr but has ", b, "x", s, "x", h, "x", d, " elements");
+  if (data == nullptr)
+    return join(name, " is nullptr but has ", b, "x", s, "x", h, "x", d, " elements");
   const struct {
     const char* axis;
     int64_t stride, size;
   } axes[] = {{"b", stride.b, b}, {"s", stride.s, s}, {"h", stride.h, h}};
   for (const auto& axis : axes) {
     if (is_written && axis.size > 1 && std::llabs(axis.stride) < d) {
-      return join("stride_", name, ".", axis.axis, "=", axis.stride, " elements; an output's rows of ", d,
-                  " elements would overlap");
+      return join("stride_", name, ".", axis.axis, "=", axis.stride,
+                  " elements; an output's rows of ", d, " elements would overlap");
     }
   }
   return "";
@@ -76,9 +78,11 @@ std::string check_common(const Shape& shape, DType dtype, float softmax_scale, c
   std::string error = check_sizes(shape);
   if (!error.empty()) return error;
   if (dtype != DType::kFloat32 && dtype != DType::kBFloat16 && dtype != DType::kFloat16) {
-    return join("dtype=", static_cast<int32_t>(dtype), "; must be 0 (float32), 1 (bfloat16) or 2 (float16)");
+    return join("dtype=", static_cast<int32_t>(dtype),
+                "; must be 0 (float32), 1 (bfloat16) or 2 (float16)");
   }
-  if (!std::isfinite(softmax_scale)) return join("softmax_scale=", softmax_scale, "; must be finite");
+  if (!std::isfinite(softmax_scale))
+    return join("softmax_scale=", softmax_scale, "; must be finite");
   if (workspace_bytes < 0) return join("workspace_bytes=", workspace_bytes, "; must be >= 0");
   return check_mask_fits(mask, shape);
 }
@@ -94,8 +98,8 @@ std::string first_of(std::initializer_list<std::string> errors) {
 
 std::string check_mask(const MaskView& mask) {
   if (mask.b < 0 || mask.h_mask < 0 || mask.s_q < 0 || mask.s_k < 0) {
-    return join("mask has b=", mask.b, " h_mask=", mask.h_mask, " s_q=", mask.s_q, " s_k=", mask.s_k,
-                "; a size must be >= 0");
+    return join("mask has b=", mask.b, " h_mask=", mask.h_mask, " s_q=", mask.s_q,
+                " s_k=", mask.s_k, "; a size must be >= 0");
   }
   const int32_t form = static_cast<int32_t>(mask.form);
   if (form < 0 || form > static_cast<int32_t>(BoundForm::kBoth4)) {
@@ -128,7 +132,8 @@ std::string check_params(const FwdParams& params) {
       check_tensor("out", params.out, params.stride_out, b, s_q, h_q, shape.d_v, true),
   });
   if (error.empty() && params.lse == nullptr && b * s_q * h_q > 0) {
-    error = join("lse is nullptr; it must hold [b, h_q, s_q]=[", b, ", ", h_q, ", ", s_q, "] float32");
+    error =
+        join("lse is nullptr; it must hold [b, h_q, s_q]=[", b, ", ", h_q, ", ", s_q, "] float32");
   }
   return error;
 }
@@ -150,7 +155,8 @@ std::string check_params(const BwdParams& params) {
       check_tensor("dv", params.dv, params.stride_dv, b, s_k, h_kv, shape.d_v, true),
   });
   if (error.empty() && params.lse == nullptr && b * s_q * h_q > 0) {
-    error = join("lse is nullptr; it must hold [b, h_q, s_q]=[", b, ", ", h_q, ", ", s_q, "] float32");
+    error =
+        join("lse is nullptr; it must hold [b, h_q, s_q]=[", b, ", ", h_q, ", ", s_q, "] float32");
   }
   return error;
 }

@@ -67,7 +67,8 @@ int32_t fm3_cpu_set_simd_target(const char* target) {
   const std::string name = target == nullptr ? "" : target;
   if (fm3::cpu::set_simd_target(name.c_str())) return static_cast<int32_t>(fm3::Status::kOk);
   return fail(fm3::Status::kUnsupported, "fm3_cpu_set_simd_target",
-              "target=\"" + name + "\" is not compiled in or not served by this processor; known: " +
+              "target=\"" + name +
+                  "\" is not compiled in or not served by this processor; known: " +
                   "avx512, avx2, baseline, \"\" (the best)");
 }
 

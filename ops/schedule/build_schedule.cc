@@ -55,9 +55,9 @@ void store_longest(Runs* runs, RowRun (&slots)[kMaxRuns]) {
 
 // Buffers reused over tiles; each holds O(block_k) runs.
 struct Scratch {
-  Runs column;         // rows one column hides
-  Runs any_hides;      // union of `column` over the tile
-  Runs any_shows;      // union of the complements of `column`
+  Runs column;     // rows one column hides
+  Runs any_hides;  // union of `column` over the tile
+  Runs any_shows;  // union of the complements of `column`
   Runs complement;
 };
 
@@ -77,10 +77,10 @@ KeyTileSummary summarize(const MaskView& mask, const int32_t* bounds, int32_t k_
         {column.lt_begin, column.lt_end},
     };
     const bool is_repeat =
-        k_idx > k_begin && std::equal(hidden_by, hidden_by + 3, previous,
-                                      [](const RowRun& x, const RowRun& y) {
-                                        return x.begin == y.begin && x.end == y.end;
-                                      });
+        k_idx > k_begin &&
+        std::equal(hidden_by, hidden_by + 3, previous, [](const RowRun& x, const RowRun& y) {
+          return x.begin == y.begin && x.end == y.end;
+        });
     if (is_repeat) continue;
     std::copy(hidden_by, hidden_by + 3, previous);
     scratch->column.assign(hidden_by, hidden_by + 3);
@@ -90,10 +90,10 @@ KeyTileSummary summarize(const MaskView& mask, const int32_t* bounds, int32_t k_
     append_complement(scratch->column, s_q, &scratch->any_shows);
   }
   KeyTileSummary summary;
-  // Claim:      hidden_runs are exactly the maximal runs of rows that every column hides, clear_runs
-  //             those that no column hides.
-  // Because:    a row is hidden by all columns iff it is in no column's complement, and shown by all
-  //             iff it is in no column's hidden set; the gaps of a merged union are maximal.
+  // Claim:      hidden_runs are exactly the maximal runs of rows that every column hides, and
+  //             clear_runs those that no column hides.
+  // Because:    a row is hidden by all columns iff no column's complement holds it, and shown by
+  //             all iff no column's hidden set holds it; gaps of a merged union are maximal.
   // Breaks if:  a column is skipped that differs from its neighbour, or a run is left unmerged.
   // Tested by:  test/cpu/test_c_abi_schedule.py (brute force and against schedule.py)
   merge_runs(&scratch->any_shows);

@@ -11,7 +11,8 @@
 
 int main() {
   SIZE(MaskView);
-  FIELD(MaskView, bounds), FIELD(MaskView, block_mask), FIELD(MaskView, form), FIELD(MaskView, is_causal);
+  FIELD(MaskView, bounds), FIELD(MaskView, block_mask), FIELD(MaskView, form),
+      FIELD(MaskView, is_causal);
   FIELD(MaskView, b), FIELD(MaskView, h_mask), FIELD(MaskView, s_q), FIELD(MaskView, s_k);
   SIZE(Strides);
   FIELD(Strides, b), FIELD(Strides, s), FIELD(Strides, h);
@@ -29,7 +30,8 @@ int main() {
   FIELD(BwdParams, is_deterministic), FIELD(BwdParams, mask), FIELD(BwdParams, schedule);
   FIELD(BwdParams, q), FIELD(BwdParams, k), FIELD(BwdParams, v), FIELD(BwdParams, out);
   FIELD(BwdParams, lse), FIELD(BwdParams, dout), FIELD(BwdParams, dlse), FIELD(BwdParams, dq);
-  FIELD(BwdParams, dk), FIELD(BwdParams, dv), FIELD(BwdParams, stride_q), FIELD(BwdParams, stride_k);
+  FIELD(BwdParams, dk), FIELD(BwdParams, dv), FIELD(BwdParams, stride_q),
+      FIELD(BwdParams, stride_k);
   FIELD(BwdParams, stride_v), FIELD(BwdParams, stride_out), FIELD(BwdParams, stride_dout);
   FIELD(BwdParams, stride_dq), FIELD(BwdParams, stride_dk), FIELD(BwdParams, stride_dv);
   FIELD(BwdParams, workspace), FIELD(BwdParams, workspace_bytes);

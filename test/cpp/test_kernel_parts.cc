@@ -14,15 +14,15 @@ namespace {
 
 int num_failures = 0;
 
-#define EXPECT(condition, ...)                         \
-  do {                                                 \
-    if (!(condition)) {                                \
-      ++num_failures;                                  \
+#define EXPECT(condition, ...)                                   \
+  do {                                                           \
+    if (!(condition)) {                                          \
+      ++num_failures;                                            \
       std::printf("%s:%d %s: ", __FILE__, __LINE__, parts.name); \
-      std::printf(__VA_ARGS__);                        \
-      std::printf("\n");                               \
-      if (num_failures > 20) std::exit(1);             \
-    }                                                  \
+      std::printf(__VA_ARGS__);                                  \
+      std::printf("\n");                                         \
+      if (num_failures > 20) std::exit(1);                       \
+    }                                                            \
   } while (0)
 
 float as_float(uint32_t bits) {
@@ -59,8 +59,8 @@ void test_exp2(const KernelParts& parts) {
   }
   flush();
   std::printf("%s: exp2 worst error %.3f ulp\n", parts.name, worst);
-  std::vector<float> special = {0.0f, -0.0f, -INFINITY, NAN, -1e30f, -126.6f, -127.0f, -1000.0f,
-                                0.0f, 0.0f,  0.0f,      0.0f, 0.0f,  0.0f,    0.0f,    0.0f};
+  std::vector<float> special = {0.0f, -0.0f, -INFINITY, NAN,  -1e30f, -126.6f, -127.0f, -1000.0f,
+                                0.0f, 0.0f,  0.0f,      0.0f, 0.0f,   0.0f,    0.0f,    0.0f};
   std::vector<float> result(special.size());
   parts.exp2_nonpositive(special.data(), static_cast<int>(special.size()), result.data());
   EXPECT(result[0] == 1.0f && result[1] == 1.0f, "exp2(0) = %.9g, %.9g", result[0], result[1]);
@@ -77,33 +77,44 @@ void test_half_precision(const KernelParts& parts) {
                              : exponent     ? std::ldexp(1024 + fraction, exponent - 25)
                                             : std::ldexp(fraction, -24);
     const double exact = bits & 0x8000 ? -magnitude : magnitude;
-    EXPECT(std::isnan(exact) ? std::isnan(wide) : wide == exact, "f16 %04x widens to %g", half, wide);
+    EXPECT(std::isnan(exact) ? std::isnan(wide) : wide == exact, "f16 %04x widens to %g", half,
+           wide);
     const uint16_t back = parts.f32_to_f16(wide);
-    EXPECT(std::isnan(exact) ? std::isnan(parts.f16_to_f32(back)) : back == bits, "f16 %04x comes back %04x", half, back);
+    EXPECT(std::isnan(exact) ? std::isnan(parts.f16_to_f32(back)) : back == bits,
+           "f16 %04x comes back %04x", half, back);
     const float brain = parts.bf16_to_f32(bits);
     EXPECT(as_bits(brain) == half << 16, "bf16 %04x widens to %g", half, brain);
     const uint16_t brain_back = parts.f32_to_bf16(brain);
     EXPECT(std::isnan(brain) ? std::isnan(parts.bf16_to_f32(brain_back)) : brain_back == bits,
            "bf16 %04x comes back %04x", half, brain_back);
   }
-  // Neighbours `low` < `high` of one format: below the middle goes down, above goes up, the middle to even.
-  const auto check_rounding = [&](float low, float high, uint16_t low_bits, uint16_t (*narrow)(float), const char* name) {
+  // Neighbours `low` < `high` of one format: below the middle goes down, above goes up, the middle
+  // to even.
+  const auto check_rounding = [&](float low, float high, uint16_t low_bits,
+                                  uint16_t (*narrow)(float), const char* name) {
     const double middle = (static_cast<double>(low) + high) / 2;
     const float at = static_cast<float>(middle);  // exact: fp32 has at least 12 more bits
     const uint16_t even = low_bits % 2 == 0 ? low_bits : low_bits + 1;
-    EXPECT(narrow(at) == even, "%s: middle %.9g above %04x rounds to %04x", name, at, low_bits, narrow(at));
-    EXPECT(narrow(std::nextafterf(at, 0.0f)) == low_bits, "%s: below the middle of %04x", name, low_bits);
-    EXPECT(narrow(std::nextafterf(at, INFINITY)) == low_bits + 1, "%s: above the middle of %04x", name, low_bits);
+    EXPECT(narrow(at) == even, "%s: middle %.9g above %04x rounds to %04x", name, at, low_bits,
+           narrow(at));
+    EXPECT(narrow(std::nextafterf(at, 0.0f)) == low_bits, "%s: below the middle of %04x", name,
+           low_bits);
+    EXPECT(narrow(std::nextafterf(at, INFINITY)) == low_bits + 1, "%s: above the middle of %04x",
+           name, low_bits);
     EXPECT(narrow(-at) == (even | 0x8000), "%s: negative middle of %04x", name, low_bits);
   };
   for (uint16_t bits = 0; bits < 0x7BFF; ++bits) {
-    check_rounding(parts.f16_to_f32(bits), parts.f16_to_f32(bits + 1), bits, parts.f32_to_f16, "f16");
+    check_rounding(parts.f16_to_f32(bits), parts.f16_to_f32(bits + 1), bits, parts.f32_to_f16,
+                   "f16");
   }
   for (uint16_t bits = 0x0080; bits < 0x7F7F; ++bits) {
-    check_rounding(parts.bf16_to_f32(bits), parts.bf16_to_f32(bits + 1), bits, parts.f32_to_bf16, "bf16");
+    check_rounding(parts.bf16_to_f32(bits), parts.bf16_to_f32(bits + 1), bits, parts.f32_to_bf16,
+                   "bf16");
   }
-  EXPECT(parts.f32_to_f16(65519.0f) == 0x7BFF && parts.f32_to_f16(65520.0f) == 0x7C00, "f16 overflow");
-  EXPECT(parts.f32_to_f16(INFINITY) == 0x7C00 && parts.f32_to_f16(-INFINITY) == 0xFC00, "f16 infinity");
+  EXPECT(parts.f32_to_f16(65519.0f) == 0x7BFF && parts.f32_to_f16(65520.0f) == 0x7C00,
+         "f16 overflow");
+  EXPECT(parts.f32_to_f16(INFINITY) == 0x7C00 && parts.f32_to_f16(-INFINITY) == 0xFC00,
+         "f16 infinity");
 }
 
 void test_gemm(const KernelParts& parts) {
@@ -116,7 +127,8 @@ void test_gemm(const KernelParts& parts) {
     for (float& x : b) x = static_cast<float>(value(random));
     for (int row = 0; row < rows; ++row) {  // small integers: every order of additions is exact
       for (int k = 0; k < depth; ++k) {
-        for (int col = 0; col < cols; ++col) exact[row * cols + col] += a[row * depth + k] * b[k * cols + col];
+        for (int col = 0; col < cols; ++col)
+          exact[row * cols + col] += a[row * depth + k] * b[k * cols + col];
       }
     }
     parts.gemm_row_major(rows, cols, depth, a.data(), b.data(), c.data());
