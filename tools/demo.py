@@ -43,7 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokenizer", help="a tokenizer.json; default: bytes")
     parser.add_argument("--ranks", type=int, default=2, help="context-parallel ranks (default 2)")
     parser.add_argument("--strategy", choices=sorted(PARTITIONS), default="dual_chunk")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seq-length", type=int, default=2048, help="tokens a packed sequence (default 2048)")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
@@ -108,7 +108,7 @@ def repeat_arguments(arguments: argparse.Namespace, run_name: str) -> list[str]:
         flag = "--" + name.replace("_", "-")
         if value is True:
             options.append(flag)
-        elif value not in (None, False):
+        elif value is not None and value is not False:
             options += [flag, str(value)]
     return options
 
@@ -283,8 +283,8 @@ def compare(
             f"  {field.replace('_', ' '):14s} {difference:.1e} at step {step} (tolerance {tolerances[field]:.0e})   {verdict}"
         )
     print(
-        "  (routing is per token, no token is dropped and no auxiliary loss is added, so both runs compute the same\n"
-        "  function; what is left is fp32 rounding in another order of summation)"
+        "  (routing is per token, no token is dropped, and the load-balancing loss runs over the tokens of all ranks, so\n"
+        "  both runs compute the same function; what is left is fp32 rounding in another order of summation)"
     )
     summary["agreement"] = {field: difference for field, (difference, _) in differences.items()}
     summary["is_agreed"] = is_agreed

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import sysconfig
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,27 +122,45 @@ def packed_sequences(
     """
     files = list(files)
     random.Random(seed).shuffle(files)
+    stream = _document_stream(files, tokenizer, max_document, tokens_per_turn=4 * s)
     documents: list[list[int]] = []
-    wanted_tokens = int(num_sequences * s * 1.15) + 2 * s
     num_tokens = 0
-    while num_tokens < wanted_tokens:
-        tokens_before = num_tokens
-        for path in files:
-            for text in read_documents(path):
-                pieces = _documents_of(text, tokenizer, max_document)
-                documents.extend(pieces)
-                num_tokens += sum(map(len, pieces))
-                if num_tokens >= wanted_tokens:
+    for surplus in (1.2, 1.5, 2.0, 3.0, 5.0):
+        while num_tokens < num_sequences * s * surplus:
+            documents.append(next(stream))
+            num_tokens += len(documents[-1])
+        shuffle = random.Random(seed + 1).shuffle
+        shuffled = list(documents)
+        shuffle(shuffled)
+        packs = [pack for pack in pack_documents(shuffled, s) if sum(map(len, pack)) >= 0.9 * s][:num_sequences]
+        if len(packs) == num_sequences:
+            for pack in packs:
+                shuffle(pack)  # first fit leaves the shortest documents at the end
+            return packs
+    raise DemoError(f"documents of this data cannot fill {num_sequences} sequences of {s} tokens to 90 %")
+
+
+def _document_stream(
+    files: list[Path], tokenizer: Tokenizer, max_document: int, *, tokens_per_turn: int
+) -> Iterator[list[int]]:
+    """Tokenised documents without end. Files take turns, so that a few large ones do not make up all the data."""
+    while True:
+        num_yielded = 0
+        readers = deque(_read_tokenised(path, tokenizer, max_document) for path in files)
+        while readers:
+            reader = readers.popleft()
+            num_taken = 0
+            for document in reader:
+                yield document
+                num_yielded += 1
+                num_taken += len(document)
+                if num_taken >= tokens_per_turn:
+                    readers.append(reader)
                     break
-            if num_tokens >= wanted_tokens:
-                break
-        if num_tokens == tokens_before:
+        if num_yielded == 0:
             raise DemoError("the files hold no text")
-    random.Random(seed + 1).shuffle(documents)
-    packs = [pack for pack in pack_documents(documents, s) if sum(map(len, pack)) >= 0.9 * s]
-    if len(packs) < num_sequences:
-        raise DemoError(
-            f"the data gives {len(packs)} sequences of {s} tokens that are 90 % full; {num_sequences} are needed: "
-            "use more data, fewer --steps or a smaller --seq-length"
-        )
-    return packs[:num_sequences]
+
+
+def _read_tokenised(path: Path, tokenizer: Tokenizer, max_document: int) -> Iterator[list[int]]:
+    for text in read_documents(path):
+        yield from _documents_of(text, tokenizer, max_document)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import paddle
+import sparse_dispatch
 from attention_timer import AttentionTimer
 from paddlenlp.trainer import Trainer, TrainerCallback
 from paddlenlp.transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
@@ -42,8 +43,8 @@ def build_model(config: dict[str, Any]) -> Qwen2MoeForCausalLM:
             seq_length=config["s"],
             norm_topk_prob=True,
             use_flash_attention=True,
-            # 3.0.0b4 cannot compute the auxiliary loss (it expects router logits that the layers do not return).
-            output_router_logits=False,
+            output_router_logits=True,  # adds the load-balancing loss
+            router_aux_loss_coef=0.01,
         )
     )
     rng = np.random.default_rng(config["seed"])
@@ -131,6 +132,7 @@ def main() -> None:
         report_to=[],
         seed=config["seed"],
     )
+    sparse_dispatch.install()
     timer = AttentionTimer()
     timer.install()
     metrics = MetricsWriter(run_dir / f"metrics_cp{num_ranks}.jsonl", timer, config["s"] * config["batch_size"])

@@ -12,6 +12,7 @@ from paddle.autograd import PyLayer
 from paddlenlp.transformers import moe_gate
 from paddlenlp.transformers.llama.modeling import LlamaPretrainingCriterion, LlamaRotaryEmbedding
 from paddlenlp.transformers.qwen2.modeling import Qwen2PretrainingCriterion, Qwen2RotaryEmbedding
+from paddlenlp.transformers.qwen2_moe import modeling as qwen2_moe_modeling
 from paddlenlp.transformers.qwen2_moe.modeling import Qwen2MoePretrainingCriterion, Qwen2MoeRotaryEmbedding
 
 from paddle_fm3.distributed import groups
@@ -27,6 +28,9 @@ def replacements(settings: FlashMask3Settings, state: RunState) -> list[tuple[An
         *((owner, "forward", lambda original: mean_over_ranks(original, settings.cp_timeout_s)) for owner in criteria),
         *((owner, "forward", lambda original: rope_of_whole_sequence(original, state)) for owner in rotaries),
         (moe_gate, "paddle", lambda original: PaddleWithStableCumsum(original)),
+        (moe_gate.PretrainedMoEGate, "topkgating", dispatch_without_gradient),
+        (moe_gate.MoEGateMixin, "_cal_aux_loss", lambda original: balance_over_ranks(original, settings.cp_timeout_s)),
+        (qwen2_moe_modeling, "load_balancing_loss_func", mean_of_layer_losses),
     ]
 
 
@@ -87,6 +91,60 @@ def rope_of_whole_sequence(original: Callable, state: RunState) -> Callable:
         return original(self, x, seq_len=needed)
 
     return forward
+
+
+def dispatch_without_gradient(original: Callable) -> Callable:
+    """The gate's choice of experts, with the 0/1 dispatch mask cut off from autograd.
+
+    Upstream makes the mask by casting the combine weights to bool and multiplies the tokens with it. Paddle 3.3 lets
+    gradients through that cast, as 1 wherever they are not 0: the gate learns from noise a thousand times larger than
+    its gradient.
+    """
+
+    @functools.wraps(original)
+    def topkgating(self: Any, gates: paddle.Tensor) -> tuple[Any, ...]:
+        capacity, combine_weights, dispatch_mask, *rest = original(self, gates)
+        return capacity, combine_weights, dispatch_mask.detach(), *rest  # mask: [tokens, experts, capacity]
+
+    return topkgating
+
+
+def balance_over_ranks(original: Callable, timeout_s: float) -> Callable:
+    """The gate's load-balancing loss over the tokens of all context-parallel ranks.
+
+    It multiplies an expert's share of the tokens with its mean probability. Upstream takes both from the rank's own
+    tokens, so the loss would depend on how the sequence was cut.
+    """
+
+    @functools.wraps(original)
+    def _cal_aux_loss(self: Any, gates: paddle.Tensor, mask: paddle.Tensor) -> paddle.Tensor:
+        group = groups.resolve_group()
+        if group is None:
+            return original(self, gates, mask)
+        num_tokens = paddle.full([1], gates.shape[0], "float32")
+        # [2 * experts + 1]: sums of probabilities, of choices, and the tokens they run over
+        sums = paddle.concat([gates.astype("float32").sum(axis=0), mask.astype("float32").sum(axis=0), num_tokens])
+        sums = _SumOverRanks.apply(sums, communicator_for(group, timeout_s))
+        probability, choice, num_tokens = paddle.split(sums, [self.num_experts, self.num_experts, 1])
+        return (probability * choice).sum() * self.num_experts / num_tokens.squeeze() ** 2
+
+    return _cal_aux_loss
+
+
+def mean_of_layer_losses(original: Callable) -> Callable:
+    """qwen2_moe's auxiliary loss. Its layers hand over their balance losses, not router logits as upstream expects.
+
+    With `output_router_logits=True` upstream fails on them; here the loss is their mean, as if computed from the
+    logits of all layers at once.
+    """
+
+    @functools.wraps(original)
+    def load_balancing_loss_func(gate_logits: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(gate_logits, tuple) and gate_logits and all(len(loss.shape) == 0 for loss in gate_logits):
+            return paddle.stack(list(gate_logits)).mean()
+        return original(gate_logits, *args, **kwargs)
+
+    return load_balancing_loss_func
 
 
 class PaddleWithStableCumsum:
