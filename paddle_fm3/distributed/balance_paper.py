@@ -79,34 +79,41 @@ def swap_machines(
     """
     num_ranks, num_nodes = len(nodes_of_rank), int(nodes_of_rank.max()) + 1
     loads = np.bincount(ranks, weights, minlength=num_ranks).astype(np.float64)
-    highest = loads.mean() * (1 + eps)
-    lowest = loads.mean() * (1 - eps)
+    highest, lowest = loads.mean() * (1 + eps), loads.mean() * (1 - eps)
+    is_own = owner_chunk[None, :] == np.arange(len(ranks))[:, None]  # [num_chunks, num_key_blocks]
+    # 0 and 1 as float32: all pairs of a swap are counted by matrix products.
+    needed, own = is_needed.astype(np.float32), is_own.astype(np.float32)
+    needed_own = needed * own
 
-    def traffic(chunks: NDArray[np.int64]) -> int:
-        is_owned = np.isin(owner_chunk, chunks)
-        return int((is_needed[chunks].any(axis=0) & ~is_owned).sum())
+    def volumes_after(gives: NDArray[np.int64], takes: NDArray[np.int64]) -> NDArray[np.float32]:
+        """``[len(gives), len(takes)]``: traffic of the machine that holds ``gives`` if it exchanged one for the other."""
+        is_used = (needed[gives].sum(axis=0) - needed[gives]) > 0  # without the chunk given, by the others
+        is_foreign = ~(own[gives].any(axis=0) & ~is_own[gives])
+        used_foreign = (is_used & is_foreign).astype(np.float32)
+        free_foreign = (~is_used & is_foreign).astype(np.float32)
+        # Needed before, plus newly needed, minus the blocks among both that the taken chunk brings along.
+        new = needed[takes] - needed_own[takes]
+        return used_foreign.sum(axis=1)[:, None] + free_foreign @ new.T - used_foreign @ own[takes].T
 
     for _ in range(MAX_SWAP_ROUNDS):
         members = [np.nonzero(nodes_of_rank[ranks] == node)[0] for node in range(num_nodes)]
-        volumes = [traffic(chunks) for chunks in members]
+        volumes = [
+            int((is_needed[chunks].any(axis=0) & ~is_own[chunks].any(axis=0)).sum()) for chunks in members
+        ]  # fmt: skip
         most, least = int(np.argmax(volumes)), int(np.argmin(volumes))
-        best: tuple[int, int, int] | None = None
-        for x in members[most]:
-            for y in members[least]:
-                delta = weights[y] - weights[x]
-                load_x, load_y = loads[ranks[x]] + delta, loads[ranks[y]] - delta
-                if not (lowest <= load_x <= highest and lowest <= load_y <= highest):
-                    continue
-                after = max(
-                    traffic(np.append(members[most][members[most] != x], y)),
-                    traffic(np.append(members[least][members[least] != y], x)),
-                )
-                if after < (volumes[most] if best is None else best[0]):
-                    best = (after, int(x), int(y))
-        if best is None:
+        if most == least:
             return
-        _, x, y = best
-        delta = weights[y] - weights[x]
-        loads[ranks[x]] += delta
-        loads[ranks[y]] -= delta
+        # after[x, y]: the greater of the two volumes if x and y changed places
+        after = np.maximum(volumes_after(members[most], members[least]), volumes_after(members[least], members[most]).T)
+        delta = weights[members[least]][None, :] - weights[members[most]][:, None]
+        load_x, load_y = loads[ranks[members[most]]][:, None] + delta, loads[ranks[members[least]]][None, :] - delta
+        is_allowed = (lowest <= load_x) & (load_x <= highest) & (lowest <= load_y) & (load_y <= highest)
+        after = np.where(is_allowed, after, np.inf)
+        at = np.unravel_index(int(np.argmin(after)), after.shape)
+        if after[at] >= volumes[most]:
+            return
+        x, y = int(members[most][at[0]]), int(members[least][at[1]])
+        moved = weights[y] - weights[x]
+        loads[ranks[x]] += moved
+        loads[ranks[y]] -= moved
         ranks[x], ranks[y] = ranks[y], ranks[x]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paddle_fm3.distributed import balance_paper, route
-from paddle_fm3.distributed.balance import SearchEffort, balance_by_node
+from paddle_fm3.distributed.balance import PLAN_EFFORT, SearchEffort, balance_by_node
 from paddle_fm3.distributed.cost import CostModel
 from paddle_fm3.distributed.native import planner
 from paddle_fm3.distributed.partition import Partition, contiguous_partition, dual_chunk_partition
@@ -44,7 +44,7 @@ class PlanOptions:
     num_stages: int | None = None
     coalesce_rows: int = 64
     piece_rows: int = 1024
-    effort: SearchEffort = SearchEffort()
+    effort: SearchEffort = PLAN_EFFORT
 
 
 def default_chunk_rows(s: int, num_ranks: int) -> int:

@@ -196,7 +196,8 @@ def test_nodes_of_unequal_size_and_speed() -> None:
 
 
 def test_hcc_lowers_traffic_and_keeps_counts() -> None:
-    scan, weights = _document_scan(16384, [1000, 2000, 384, 3000, 500, 1500, 700, 2300, 1800, 900, 1100, 1200])
+    lengths = np.random.default_rng(1).multinomial(16384, np.random.default_rng(1).dirichlet(np.ones(10) * 3))
+    scan, weights = _document_scan(16384, lengths.tolist())
     topology = Topology((0, 0, 0, 0, 1, 1, 1, 1))
     result = hcc_ipo(scan, weights, topology)
     assert (np.bincount(result.chunk_ranks, minlength=8) == 4).all()
