@@ -24,7 +24,8 @@ GIB = 2**30
 
 def overview(scenarios: dict[str, Scenario]) -> list[str]:
     lines = [
-        "| config | parameters | active | GPUs | tokens a sequence | CP | tokens a rank | mask | memory a GPU, estimated |",
+        "| config | parameters | active | GPUs | tokens a sequence | CP | tokens a rank | mask | memory a GPU, "
+        "estimated |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, scenario in scenarios.items():
@@ -32,7 +33,8 @@ def overview(scenarios: dict[str, Scenario]) -> list[str]:
         memory = scenario.memory().total_bytes / GIB
         lines.append(
             f"| [{name}](#{name}) | {count.total / 1e9:.4g} B | {count.active / 1e9:.4g} B | {layout.num_gpus} | "
-            f"{scenario.data.max_seq_len:,} | {layout.context_parallel_degree} | {scenario.s_local:,} | {scenario.data.mask} | "
+            f"{scenario.data.max_seq_len:,} | {layout.context_parallel_degree} | {scenario.s_local:,} | "
+            f"{scenario.data.mask} | "
             f"{memory:.3g} of {layout.gpu_memory_gib:g} GiB |"
         )
     return lines
@@ -74,9 +76,12 @@ def render() -> str:
     lines = [
         "# Shipped training configs",
         "",
-        "Files: `paddle_fm3/integration/paddlenlp/configs/`. Written by `tools/make_config_page.py` from the files themselves. Parameters are "
-        "counted by formula; the formula is tested against models that PaddleNLP builds. Memory is an estimate by the formulas at the end, not a "
-        "measurement. See what a config would do with your data: `python -m paddle_fm3 plan --config NAME --file lengths.txt`.",
+        "Files: `paddle_fm3/integration/paddlenlp/configs/`. Written by `tools/make_config_page.py` from the files "
+        "themselves. Parameters are "
+        "counted by formula; the formula is tested against models that PaddleNLP builds. Memory is an estimate by "
+        "the formulas at the end, not a "
+        "measurement. See what a config would do with your data: `python -m paddle_fm3 plan --config NAME --file "
+        "lengths.txt`.",
         "",
         *overview(scenarios),
         "",
@@ -90,7 +95,8 @@ def render() -> str:
     ]
     lines += [
         "",
-        "The total is the states and checkpoints plus the larger of one layer (with gathered K/V and router) and the logits.",
+        "The total is the states and checkpoints plus the larger of one layer (with gathered K/V and router) and the "
+        "logits.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -134,7 +134,8 @@ def render() -> str:
         "# Mask gallery\n",
         "Rows are queries, from top to bottom; columns are keys. Dark is visible, mid blue partly visible in this "
         "picture's resolution, pale hidden.",
-        "*Density* is the share of pairs that are visible; *visited* the share of pairs in 128 x 128 tiles that a kernel "
+        "*Density* is the share of pairs that are visible; *visited* the share of pairs in 128 x 128 tiles that a "
+        "kernel "
         "must compute. Every line below is executed by the tests; `tools/make_gallery.py` writes this page.\n",
         "```python\nfrom paddle_fm3.mask import *\n```\n",
     ]

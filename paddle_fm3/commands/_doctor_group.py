@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of `doctor` that need all ranks: groups, collectives by value, link speed, attention over a split sequence."""
+"""The checks of `doctor` that need all ranks: groups, collectives by value, link speed, split attention."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ def _layout_check(everyone: Communicator, group: Any) -> Check:
     spans = max(len({records[member]["host"] for member in members}) for members in cp_groups)
     shown = " ".join(str(list(members)) for members in cp_groups[:4]) + (" ..." if len(cp_groups) > 4 else "")
     backend = "gloo" if everyone.is_gloo else "nccl"
-    detail = f"{len(records)} ranks on {len(hosts)} host{'s' if len(hosts) > 1 else ''}, {backend}; context-parallel groups {shown}"
+    detail = f"{len(records)} ranks on {len(hosts)} host{'s' if len(hosts) > 1 else ''}, {backend}"
+    detail += f"; context-parallel groups {shown}"
     return Check("layout", "ok", f"{detail}; a group spans {spans} host{'s' if spans > 1 else ''}")
 
 
@@ -171,4 +172,5 @@ def _split_attention(group: Any) -> str:
         case = f"doctor, s={s}, {num_ranks} ranks"
         # dK and dV are sums over ranks: one more rounding a rank than the naive evaluation has.
         worst = max(worst, assert_close_to_oracle(value.numpy(), exact, low, name, case, factor=2.0 + num_ranks))
-    return f"{len(lengths)} documents, {s} tokens, forward and backward agree with the oracle ({worst:.0%} of the allowance)"
+    what = f"{len(lengths)} documents, {s} tokens"
+    return f"{what}, forward and backward agree with the oracle ({worst:.0%} of the allowance)"

@@ -116,8 +116,8 @@ def documents_mask(sequences: list[list[Any]], kind: str, s: int | None = None) 
 def read_lengths(path: str | Path) -> list[list[Any]]:
     """Document lengths of one or more sequences from .json, .npy or text.
 
-    Text: one sequence a line, lengths separated by blanks or commas, ``#`` begins a comment. JSON: a list of lengths, or
-    a list of sequences; for shared questions a list of sequences of [question, answer, ...]. .npy: integers [n] or
+    Text: one sequence a line, lengths separated by blanks or commas, ``#`` begins a comment. JSON: a list of lengths,
+    or a list of sequences; for shared questions a list of sequences of [question, answer, ...]. .npy: integers [n] or
     [b, n]; zeros at the end of a row are padding.
 
     Raises:

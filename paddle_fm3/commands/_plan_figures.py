@@ -22,8 +22,9 @@ from paddle_fm3.schedule import build_schedule
 
 BASELINE = "dual_chunk_allgather"
 DEFAULT_STRATEGIES = ("fm3", "contiguous_allgather", "ring")
-# What the published 118B-A14B run implies for everything but attention: about 7.5 s for 8192 tokens a GPU (its throughput
-# and attention gains at 70, 80 and 86 % sparsity), at 8 x 14e9 operations a token (forward, backward, recompute).
+# What the published 118B-A14B run implies for everything but attention: about 7.5 s for 8192 tokens a GPU (from its
+# throughput and attention gains at 70, 80 and 86 % sparsity), at 8 x 14e9 operations a token (forward, backward,
+# recompute).
 OTHER_TFLOPS = 120.0
 
 
@@ -154,7 +155,8 @@ def setting_from_arguments(arguments: argparse.Namespace) -> Setting:
         masks = _split_batch(_inputs.mask_from_arguments(arguments))
     if scenario is not None and masks[0].s_q != scenario.data.max_seq_len:
         raise _inputs.InputError(
-            f"the sequences hold {masks[0].s_q} tokens; config {arguments.config} is for {scenario.data.max_seq_len} (--s pads)"
+            f"the sequences hold {masks[0].s_q} tokens; config {arguments.config} is for {scenario.data.max_seq_len} "
+            "(--s pads)"
         )
     cp = arguments.cp
     if cp is None and scenario is not None:
@@ -246,7 +248,10 @@ def _figures(setting: Setting, mask: ColumnMask, strategy: str, *, with_messages
 
 
 def _step(setting: Setting, scenario: Scenario, figures: Figures) -> Step:
-    """Attention of all layers as planned; the rest at a stated rate: 6 operations a parameter and token, 8 with recompute."""
+    """Attention of all layers as planned; the rest at a stated rate.
+
+    The rest is 6 operations an active parameter and token, 8 with recompute.
+    """
     forwards = 2 if setting.is_recomputed else 1
     sequences = scenario.training.per_device_train_batch_size * scenario.training.gradient_accumulation_steps
     attention_s = sequences * setting.layers * (forwards * figures.fwd_us + figures.bwd_us) * 1e-6
@@ -260,8 +265,10 @@ def text_report(comparison: Comparison) -> str:
     setting = comparison.setting
     mib = 2.0**20
     head = (
-        f"{setting.name}: {len(setting.masks)} sequence{'s' if len(setting.masks) > 1 else ''} of {setting.masks[0].s_q} tokens "
-        f"over {setting.num_ranks} ranks on {setting.topology.num_nodes} {'nodes' if setting.topology.num_nodes > 1 else 'node'}; density {comparison.density:.4f}, "
+        f"{setting.name}: {len(setting.masks)} sequence{'s' if len(setting.masks) > 1 else ''} of "
+        f"{setting.masks[0].s_q} tokens "
+        f"over {setting.num_ranks} ranks on {setting.topology.num_nodes} "
+        f"{'nodes' if setting.topology.num_nodes > 1 else 'node'}; density {comparison.density:.4f}, "
         f"{comparison.density_block:.4f} in 128 x 128 tiles"
     )
     rows = [
@@ -280,8 +287,9 @@ def text_report(comparison: Comparison) -> str:
     ]
     for name, one in comparison.figures.items():
         rows.append(
-            [name, f"{one.imbalance:.2%}", f"{one.gap:.2%}", f"{one.slow_bytes / mib:.1f}", f"{one.fast_bytes / mib:.1f}",
-             f"{one.peak_kv_rows:.0f}", f"{one.fwd_us / 1e3:.3f}", f"{one.bwd_us / 1e3:.3f}", f"{one.exposed_us / 1e3:.3f}",
+            [name, f"{one.imbalance:.2%}", f"{one.gap:.2%}",
+             f"{one.slow_bytes / mib:.1f}", f"{one.fast_bytes / mib:.1f}", f"{one.peak_kv_rows:.0f}",
+             f"{one.fwd_us / 1e3:.3f}", f"{one.bwd_us / 1e3:.3f}", f"{one.exposed_us / 1e3:.3f}",
              "baseline" if name == BASELINE else f"{comparison.attention_gain(name):+.1%}"]
         )  # fmt: skip
     lines = [
@@ -296,7 +304,8 @@ def text_report(comparison: Comparison) -> str:
             memory = comparison.memory(name)
             assert memory is not None
             gain = "baseline" if name == BASELINE else f"{comparison.step_gain(name):+.1%}"
-            rows.append([name, f"{step.attention_s:.3f}", f"{step.other_s:.3f}", f"{step.tokens_per_s_per_gpu:.1f}", gain,
+            rows.append([name, f"{step.attention_s:.3f}", f"{step.other_s:.3f}",
+                         f"{step.tokens_per_s_per_gpu:.1f}", gain,
                          f"{memory['total_bytes'] / 2**30:.1f}"])  # fmt: skip
         assert setting.scenario is not None
         lines += [

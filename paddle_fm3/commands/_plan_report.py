@@ -39,8 +39,10 @@ def render(comparison: Comparison) -> str:
     title = f"Context-parallel plan: {html.escape(setting.name)}"
     mask = setting.masks[0]
     parts = [
-        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>",
-        f"<p>{len(setting.masks)} sequence(s) of {mask.s_q:,} tokens, {setting.num_ranks} ranks on {setting.topology.num_nodes} "
+        "<!doctype html><html lang='en'><meta "
+        f"charset='utf-8'><title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>",
+        f"<p>{len(setting.masks)} sequence(s) of {mask.s_q:,} tokens, {setting.num_ranks} ranks on "
+        f"{setting.topology.num_nodes} "
         f"node(s). Density {comparison.density:.4f}; {comparison.density_block:.4f} in 128 x 128 tiles.</p>",
         "<p class='note'>Simulated on the stated rates, not measured. Pictures show the first sequence.</p>",
         f"<img alt='the mask' src='data:image/png;base64,{_mask_picture(comparison)}'>",
@@ -65,14 +67,15 @@ def _mask_picture(comparison: Comparison) -> str:
 
 
 def _layer_table(comparison: Comparison) -> str:
-    head = ["strategy", "imbalance", "gap to bound", "between nodes MiB", "inside nodes MiB", "peak K/V rows", "forward ms",
-            "backward ms", "exposed ms", "plan ms", "against baseline"]  # fmt: skip
+    head = ["strategy", "imbalance", "gap to bound", "between nodes MiB", "inside nodes MiB", "peak K/V rows",
+            "forward ms", "backward ms", "exposed ms", "plan ms", "against baseline"]  # fmt: skip
     rows = []
     for name, one in comparison.figures.items():
         gain = "baseline" if name == BASELINE else f"{comparison.attention_gain(name):+.1%}"
         rows.append(
-            [name, f"{one.imbalance:.2%}", f"{one.gap:.2%}", f"{one.slow_bytes / 2**20:.1f}", f"{one.fast_bytes / 2**20:.1f}",
-             f"{one.peak_kv_rows:,.0f}", f"{one.fwd_us / 1e3:.3f}", f"{one.bwd_us / 1e3:.3f}", f"{one.exposed_us / 1e3:.3f}",
+            [name, f"{one.imbalance:.2%}", f"{one.gap:.2%}",
+             f"{one.slow_bytes / 2**20:.1f}", f"{one.fast_bytes / 2**20:.1f}", f"{one.peak_kv_rows:,.0f}",
+             f"{one.fwd_us / 1e3:.3f}", f"{one.bwd_us / 1e3:.3f}", f"{one.exposed_us / 1e3:.3f}",
              f"{one.plan_ms:.1f}", gain]
         )  # fmt: skip
     return _table(head, rows)
@@ -118,7 +121,8 @@ def timeline_svg(timeline: PlanTimeline, longest_us: float) -> str:
         for begin_us, end_us, colour, lane, title in _bars(timeline, rank):
             width = max((end_us - begin_us) * scale, 0.3)
             parts.append(
-                f"<rect x='{LEFT + begin_us * scale:.2f}' y='{top + lane * ROW}' width='{width:.2f}' height='{ROW - 1}' "
+                f"<rect x='{LEFT + begin_us * scale:.2f}' y='{top + lane * ROW}' width='{width:.2f}' "
+                f"height='{ROW - 1}' "
                 f"fill='{colour}'><title>{title}: {begin_us:.0f} to {end_us:.0f} us</title></rect>"
             )
     border = LEFT + timeline.fwd.us * scale

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     threads = arguments.threads or len(os.sched_getaffinity(0))
     records: list[dict[str, Any]] = []
     columns: list[str] = []
-    # A process of its own: thread counts must be set before NumPy and Paddle are imported. It reports its progress itself.
+    # A process of its own: thread counts must be set before NumPy and Paddle are imported. It shows its own progress.
     with subprocess.Popen(
         measuring_command(wanted), stdout=subprocess.PIPE, text=True, env=prepared_environment(threads)
     ) as process:

@@ -45,7 +45,8 @@ def register(name: str = DEFAULT_NAME, layout: str | None = None) -> None:
         version = importlib.metadata.version("paddleformers")
         if not version.startswith(TESTED_SERIES):
             raise ValueError(
-                f"paddleformers.register: version {version} is not one this adapter was tested with ({TESTED_SERIES}x); pass "
+                f"paddleformers.register: version {version} is not one this adapter was tested with "
+                f"({TESTED_SERIES}x); pass "
                 f"layout={' or '.join(map(repr, LAYOUTS))}, the order in which its models hand over q, k, v"
             )
         layout = "blhd"
@@ -74,8 +75,8 @@ def attention_forward(
         query: [b, s_q, h_q, d_qk].
         key: [b, s_k, h_kv, d_qk]; heads are grouped here, not repeated.
         value: [b, s_k, h_kv, d_v].
-        attention_mask: dense, bool or additive, [b, 1 or h_q, s_q, s_k]; converted exactly, which costs O(s_q s_k) once a
-            mask and not once a layer. Ignored if attn_mask_startend_row_indices is given, as PaddleFormers says.
+        attention_mask: dense, bool or additive, [b, 1 or h_q, s_q, s_k]; converted exactly, which costs O(s_q s_k)
+            once a mask and not once a layer. Ignored if attn_mask_startend_row_indices is given, as PaddleFormers says.
         attn_mask_startend_row_indices: int32 [b, h_mask, s_k] or [b, h_mask, s_k, n]; n = 1 and 2 are causal, 4 is not.
         dropout: must be 0 while training.
         sink: attention sinks; not supported.
@@ -128,7 +129,8 @@ def _column_mask(attention_mask: paddle.Tensor) -> ColumnMask:
         is_visible, is_hidden = table == 0, table < _HIDDEN_BELOW
         if not bool((is_visible | is_hidden).all()):
             raise ValueError(
-                "flashmask3: attention_mask holds values that neither show (0) nor hide a key (below -1e4), such as a position "
+                "flashmask3: attention_mask holds values that neither show (0) nor hide a key (below -1e4), such as "
+                "a position "
                 "bias; this operator takes no bias"
             )
         table = is_visible

@@ -43,7 +43,7 @@ def test_each_breach_is_named_with_its_place(name, text, message):
     ("name", "text"),
     [
         ("a.py", HEAD + "# DEVIATION: long on purpose\n" + "x = 1\n" * 700),
-        ("a.py", HEAD + "# TODO(#7): later\nname = 'TODO list'\n"),
+        ("a.py", HEAD + "# TODO(#7): later\n"),
         ("a.cc", HEAD + "// [b, s_k, h_kv, d_qk]; may be nullptr\n// for every tile: first the mask, then the scale\n"),
         ("a.cc", ""),
     ],

@@ -31,7 +31,8 @@ def table_1(*, is_quick: bool) -> list[Fields]:
     other_s = 8 * count_parameters(model).active * scenario.s_local / (OTHER_TFLOPS * 1e12)
     num_samples = 1 if is_quick else 5
     assumption = (
-        f"{SIMULATED}; {num_samples} sequences a sparsity, one long document among ten; {model.num_hidden_layers} layers, full "
+        f"{SIMULATED}; {num_samples} sequences a sparsity, one long document among ten; {model.num_hidden_layers} "
+        "layers, full "
         f"recompute; the rest of a step at {OTHER_TFLOPS:g} TFLOP/s, which is what the published run implies"
     )
     found = []
@@ -104,7 +105,8 @@ def table_5(*, is_quick: bool) -> list[Fields]:
                 {
                     "bench": "sim", "table": 5, "row": f"{name} {phase} {statistic}", "gpus": max(degrees),
                     "gain_pct": 100 * (shown[statistic] - 1), "paper_gain_pct": 100 * (published - 1),
-                    "assumptions": f"{SIMULATED}; {num_samples} sequences for each of 3 masks x {len(degrees)} degrees, 64/8 heads",
+                    "assumptions": f"{SIMULATED}; {num_samples} sequences for each of 3 masks x {len(degrees)} "
+                    "degrees, 64/8 heads",
                     "refcheck": is_fine,
                 }
             )  # fmt: skip

@@ -99,16 +99,18 @@ def table_3(results: Path) -> list[str]:
         published = paper.TABLE_3[one["row"]].get(one["algo"], (None, None))
         shown = [f"{x:.2f} %" if x is not None else "–" for x in published]
         rows.append(
-            [one["row"], one["algo"], f"{one['subopt_vs_paper_best_pct']:.1f} %", f"{one['max_gap_vs_paper_best_pct']:.2f} %",
-             *shown, f"{one['max_gap_vs_lb_pct']:.2f} %", f"{one['certified_optimal_pct']:.1f} %", f"{one['ms_mean']:.2f}"]
+            [one["row"], one["algo"],
+             f"{one['subopt_vs_paper_best_pct']:.1f} %", f"{one['max_gap_vs_paper_best_pct']:.2f} %", *shown,
+             f"{one['max_gap_vs_lb_pct']:.2f} %", f"{one['certified_optimal_pct']:.1f} %", f"{one['ms_mean']:.2f}"]
         )  # fmt: skip
-    head = ["N, P, κ, w", "algorithm", "worse than best of lpt/p2/p3", "largest gap to it", "paper: worse", "paper: gap",
-            "largest gap to the bound", "proven optimal", "ms"]  # fmt: skip
+    head = ["N, P, κ, w", "algorithm", "worse than best of lpt/p2/p3", "largest gap to it",
+            "paper: worse", "paper: gap", "largest gap to the bound", "proven optimal", "ms"]  # fmt: skip
     return [
         f"**Measured here**: {origin(records)} Weights uniform in [1, w], which fits the paper's own figures.",
         markdown(head, rows),
         "The paper's optimum is the best solution that its own search found, so its last phase is 0 % suboptimal by "
-        "definition. The three columns on the right compare with a lower bound that no assignment can beat. A negative gap: "
+        "definition. The three columns on the right compare with a lower bound that no assignment can beat. A "
+        "negative gap: "
         "fm3 found a better assignment than all three in every instance.",
     ]
 
@@ -129,7 +131,8 @@ def table_5(results: Path) -> list[str]:
     return [
         f"**Simulated**, from real plans made on {origin(records)} Assumed: {records[0]['assumptions']}.",
         markdown(head, rows),
-        "Both sides use the same kernel rates here, so only layout, traffic and overlap differ. MagiAttention has planner and "
+        "Both sides use the same kernel rates here, so only layout, traffic and overlap differ. MagiAttention has "
+        "planner and "
         "kernels of its own and is not simulated.",
     ]
 
@@ -154,7 +157,8 @@ def table_8(results: Path) -> list[str]:
         "paper: attention, ms",
     ]
     return [
-        f"**Plan time measured here**: {origin(records)} The whole plan: workload, balance, needs, routing; cold, one mask.",
+        f"**Plan time measured here**: {origin(records)} The whole plan: workload, balance, needs, routing; cold, "
+        "one mask.",
         markdown(head, rows),
     ]
 
@@ -176,7 +180,8 @@ def kernel_table(results: Path, table: int) -> list[str]:
         )
     head = ["case", *(f"{name}, here" for name in peers), *(f"{name}, paper" for name in impls)]
     if measured:
-        lead = f"**Measured here**, TFLOP/s by visible pairs: {origin(measured[-1:])} The paper counts whole 128 x 128 blocks."
+        lead = f"**Measured here**, TFLOP/s by visible pairs: {origin(measured[-1:])}"
+        lead += " The paper counts whole 128 x 128 blocks."
     else:
         lead = f"TFLOP/s. {CPU_ONLY}"
     return [lead, markdown(head, rows), *cpu_share(results)]
@@ -236,7 +241,8 @@ def render(results: Path) -> str:
     """The whole of docs/tables.md."""
     parts = [
         "# The paper's tables, beside what runs here",
-        "Written by `tools/reproduce.py --render` from `results/`; `tools/reproduce.py N` runs table N. *Measured* ran on "
+        "Written by `tools/reproduce.py --render` from `results/`; `tools/reproduce.py N` runs table N. *Measured* "
+        "ran on "
         "the named machine and passed a check of its result; *simulated* has real plans and modelled time.",
     ]
     for number, (title, table) in TABLES.items():

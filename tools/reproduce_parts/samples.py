@@ -15,7 +15,7 @@ NUM_DOCUMENTS = {32768: (6, 10), 65536: (8, 12), 131072: (10, 16), 262144: (14, 
 
 
 def random_documents(s: int, rng: np.random.Generator) -> tuple[list[int], list[int]]:
-    """(lengths, prefixes): a uniform number of documents, lengths in proportion to uniform numbers, prefixes uniform."""
+    """(lengths, prefixes): a uniform number of documents, lengths as uniform numbers fall, prefixes uniform."""
     least, most = NUM_DOCUMENTS[s]
     share = rng.random(int(rng.integers(least, most + 1))) + 1e-3
     edges = np.unique(np.concatenate([[0], np.round(np.cumsum(share) / share.sum() * s).astype(int)]))

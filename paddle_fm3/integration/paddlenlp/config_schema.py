@@ -47,7 +47,8 @@ class Data:
             raise ValueError(f"Data: documents hold {total} tokens; max_seq_len={self.max_seq_len}")
         if (self.mask == "share_question") != isinstance(lengths[0], list):
             raise ValueError(
-                f"Data: mask {self.mask!r} with documents like {lengths[0]!r}; share_question takes [question, answer, ...]"
+                f"Data: mask {self.mask!r} with documents like {lengths[0]!r}; share_question takes [question, "
+                "answer, ...]"
             )
 
     def document_lengths(self) -> list[Any]:
@@ -134,7 +135,8 @@ class Scenario:
             raise ValueError(f"Scenario: max_seq_len={s} must be a multiple of context_parallel_degree={cp}")
         if cp > 1 and self.s_local % (2 * TILE_TOKENS):
             raise ValueError(
-                f"Scenario: s_local={self.s_local} must be a multiple of {2 * TILE_TOKENS}, two chunks of whole {TILE_TOKENS}-tiles"
+                f"Scenario: s_local={self.s_local} must be a multiple of {2 * TILE_TOKENS}, two chunks of whole "
+                f"{TILE_TOKENS}-tiles"
             )
         if cp > 1 and self.s_local >= CHUNK_TOKENS and self.s_local % CHUNK_TOKENS:
             raise ValueError(
@@ -151,7 +153,8 @@ class Scenario:
                 )
         if model.num_experts % layout.expert_parallel_degree:
             raise ValueError(
-                f"Scenario: expert_parallel_degree={layout.expert_parallel_degree} must divide num_experts={model.num_experts}"
+                f"Scenario: expert_parallel_degree={layout.expert_parallel_degree} must divide "
+                f"num_experts={model.num_experts}"
             )
         if model.num_hidden_layers % layout.pipeline_parallel_degree:
             raise ValueError(
@@ -216,7 +219,8 @@ class Scenario:
         layout = self.layout
         if layout.topology == "expert":
             raise ValueError(
-                "Scenario.trainer_arguments: topology 'expert' is not one of PaddleNLP 3.0.0b4's TrainingArguments (they set no "
+                "Scenario.trainer_arguments: topology 'expert' is not one of PaddleNLP 3.0.0b4's TrainingArguments "
+                "(they set no "
                 "ep_degree); initialise fleet with layout.fleet_hybrid_configs() and pass training_fields()"
             )
         degrees = {}

@@ -45,19 +45,22 @@ class Layout:
             if (self.expert_parallel_degree, self.moe_sharding_degree) != (1, 1):
                 raise ValueError(
                     f"Layout: topology 'hybrid' has no expert parallelism (expert_parallel_degree="
-                    f"{self.expert_parallel_degree}, moe_sharding_degree={self.moe_sharding_degree}); use topology 'expert'"
+                    f"{self.expert_parallel_degree}, moe_sharding_degree={self.moe_sharding_degree}); use topology "
+                    "'expert'"
                 )
             used = model_ranks * self.sharding_parallel_degree * self.context_parallel_degree
             if self.num_gpus % used:
                 raise ValueError(
                     f"Layout: sharding {self.sharding_parallel_degree} x cp {self.context_parallel_degree} x tp "
-                    f"{self.tensor_parallel_degree} x pp {self.pipeline_parallel_degree} = {used} must divide num_gpus={self.num_gpus}"
+                    f"{self.tensor_parallel_degree} x pp {self.pipeline_parallel_degree} = {used} must divide "
+                    f"num_gpus={self.num_gpus}"
                 )
         else:
             self._check_expert_topology(model_ranks)
         if (self.sharding_parallel_degree > 1) != (self.sharding_stage > 0):
             raise ValueError(
-                f"Layout: sharding_stage={self.sharding_stage} with sharding_parallel_degree={self.sharding_parallel_degree}; "
+                f"Layout: sharding_stage={self.sharding_stage} with "
+                f"sharding_parallel_degree={self.sharding_parallel_degree}; "
                 "a stage (1, 2, 3) belongs to a degree above 1"
             )
         if self.num_gpus % self.gpus_per_node and self.num_gpus > self.gpus_per_node:
@@ -66,12 +69,14 @@ class Layout:
     def _check_expert_topology(self, model_ranks: int) -> None:
         if self.sharding_parallel_degree * model_ranks != self.num_gpus:
             raise ValueError(
-                f"Layout: topology 'expert' needs sharding {self.sharding_parallel_degree} x tp {self.tensor_parallel_degree} "
+                f"Layout: topology 'expert' needs sharding {self.sharding_parallel_degree} x tp "
+                f"{self.tensor_parallel_degree} "
                 f"x pp {self.pipeline_parallel_degree} = num_gpus={self.num_gpus}"
             )
         if self.moe_sharding_degree * self.expert_parallel_degree != self.sharding_parallel_degree:
             raise ValueError(
-                f"Layout: moe_sharding {self.moe_sharding_degree} x ep {self.expert_parallel_degree} must equal sharding "
+                f"Layout: moe_sharding {self.moe_sharding_degree} x ep {self.expert_parallel_degree} must equal "
+                "sharding "
                 f"{self.sharding_parallel_degree}"
             )
         if self.sharding_parallel_degree % self.context_parallel_degree:

@@ -128,13 +128,18 @@ class MemoryEstimate:
 FORMULAS = {
     "weights_bytes": "2 B x (dense / TP + experts / (EP x TP)) / PP, bfloat16",
     "gradients_bytes": "the weights' count x 2 B (float32 main gradients: 4 B), / sharding at stage 2 and 3",
-    "optimizer_bytes": "12 B (float32 master, two moments) x (dense / (TP x sharding) + experts / (TP x expert ranks)) / PP",
+    "optimizer_bytes": "12 B (float32 master, two moments) x (dense / (TP x sharding) + experts / (TP x expert "
+    "ranks)) / PP",
     "reference_model_bytes": "the weights once more where a frozen reference model stays on the GPU (DPO)",
     "checkpoints_bytes": "2 B x b x s_local x hidden x layers / PP, the input of each recomputed layer",
-    "layer_bytes": "what one layer keeps between its recomputed forward and its backward, plus as much again for gradients",
-    "gathered_kv_bytes": "K and V of the whole sequence: 2 x b x s x h_kv x d x (2 B values + 4 B float32 gradients) / TP",
-    "router_bytes": "PaddleNLP's dense dispatch: tables [tokens, experts, capacity] at 24 B an entry (int32 one-hot, its bool "
-    "and float32 copies, float32 weights, bool mask, two bfloat16 copies, gradients), capacity = tokens x top_k / experts, "
+    "layer_bytes": "what one layer keeps between its recomputed forward and its backward, plus as much again for "
+    "gradients",
+    "gathered_kv_bytes": "K and V of the whole sequence: 2 x b x s x h_kv x d x (2 B values + 4 B float32 gradients) "
+    "/ TP",
+    "router_bytes": "PaddleNLP's dense dispatch: tables [tokens, experts, capacity] at 24 B an entry (int32 one-hot, "
+    "its bool "
+    "and float32 copies, float32 weights, bool mask, two bfloat16 copies, gradients), capacity = tokens x top_k / "
+    "experts, "
     "i.e. a balanced router; more with an unbalanced one",
     "logits_bytes": "b x s_local x vocabulary / TP x 8 B (bfloat16, float32 softmax, bfloat16 gradient)",
 }
