@@ -16,11 +16,12 @@ template <typename... Parts>
 }
 
 void check_rank4(const char* name, const paddle::Tensor& tensor, const char* wanted) {
-  if (tensor.dims().size() != 4) {
+  const std::vector<int64_t> dims = tensor.shape();
+  if (dims.size() != 4) {
     fail(name, ".shape is ", dims_text(tensor), "; expected ", wanted);
   }
-  for (int axis = 0; axis < 4; ++axis) {
-    if (tensor.dims()[axis] > std::numeric_limits<int32_t>::max()) {
+  for (const int64_t size : dims) {
+    if (size > std::numeric_limits<int32_t>::max()) {
       fail(name, ".shape is ", dims_text(tensor), "; one axis holds at most 2^31 - 1 entries");
     }
   }
@@ -54,7 +55,7 @@ Shape checked_shape(const AttentionInputs& inputs) {
   check_rank4("q", inputs.q, "[b, s_q, h_q, d_qk]");
   check_rank4("k", inputs.k, "[b, s_k, h_kv, d_qk]");
   check_rank4("v", inputs.v, "[b, s_k, h_kv, d_v]");
-  const auto &q = inputs.q.dims(), &k = inputs.k.dims(), &v = inputs.v.dims();
+  const std::vector<int64_t> q = inputs.q.shape(), k = inputs.k.shape(), v = inputs.v.shape();
   if (k[0] != q[0] || v[0] != q[0]) {
     fail("q, k, v have b=", q[0], ", ", k[0], ", ", v[0], "; the batch sizes must be equal");
   }
@@ -80,10 +81,10 @@ int32_t checked_mask_heads(const char* name, const paddle::Tensor& mask, const S
   if (mask.dtype() != paddle::DataType::INT32) {
     fail(name, ".dtype is ", mask.dtype(), "; expected int32");
   }
-  if (mask.dims()[0] != shape.b) {
+  if (mask.shape()[0] != shape.b) {
     fail(name, ".shape is ", dims_text(mask), "; its first axis must be b=", shape.b);
   }
-  const int64_t h_mask = mask.dims()[1];
+  const int64_t h_mask = mask.shape()[1];
   if (h_mask != 1 && h_mask != shape.h_kv && h_mask != shape.h_q) {
     fail(name, ".shape is ", dims_text(mask), "; h_mask=", h_mask, " must be 1, h_kv=", shape.h_kv,
          " or h_q=", shape.h_q);
@@ -92,7 +93,7 @@ int32_t checked_mask_heads(const char* name, const paddle::Tensor& mask, const S
 }
 
 BoundForm checked_form(const paddle::Tensor& bounds, bool is_causal) {
-  const int64_t num_bounds = bounds.dims()[3];
+  const int64_t num_bounds = bounds.shape()[3];
   if (is_causal && num_bounds == 1) return BoundForm::kLower1;
   if (is_causal && num_bounds == 2) return BoundForm::kLower2;
   if (!is_causal && num_bounds == 2) return BoundForm::kOuter2;
@@ -112,7 +113,7 @@ MaskView checked_mask(const AttentionInputs& inputs, const Shape& shape) {
     check_rank4("startend_row_indices", inputs.bounds, "[b, h_mask, s_k, n]");
     mask.h_mask =
         checked_mask_heads("startend_row_indices", inputs.bounds, shape, inputs.q);
-    if (inputs.bounds.dims()[2] != shape.s_k) {
+    if (inputs.bounds.shape()[2] != shape.s_k) {
       fail("startend_row_indices.shape is ", dims_text(inputs.bounds),
            "; its third axis must be s_k=", shape.s_k);
     }
@@ -129,7 +130,7 @@ MaskView checked_mask(const AttentionInputs& inputs, const Shape& shape) {
     }
     const int64_t num_q_tiles = (int64_t{shape.s_q} + kBlockMaskTile - 1) / kBlockMaskTile;
     const int64_t num_k_tiles = (int64_t{shape.s_k} + kBlockMaskTile - 1) / kBlockMaskTile;
-    if (inputs.block_mask.dims()[2] != num_q_tiles || inputs.block_mask.dims()[3] != num_k_tiles) {
+    if (inputs.block_mask.shape()[2] != num_q_tiles || inputs.block_mask.shape()[3] != num_k_tiles) {
       fail("block_mask.shape is ", dims_text(inputs.block_mask), "; expected [b, h_mask, ",
            num_q_tiles, ", ", num_k_tiles, "], one entry a 128 x 128 tile of s_q=", shape.s_q,
            " by s_k=", shape.s_k);
@@ -153,8 +154,10 @@ void check_dims(const char* name, const paddle::Tensor& tensor, const std::vecto
 std::string dims_text(const paddle::Tensor& tensor) {
   std::ostringstream text;
   text << "[";
-  for (int axis = 0; axis < tensor.dims().size(); ++axis) {
-    text << (axis ? ", " : "") << tensor.dims()[axis];
+  const char* separator = "";
+  for (const int64_t size : tensor.shape()) {
+    text << separator << size;
+    separator = ", ";
   }
   text << "]";
   return text.str();

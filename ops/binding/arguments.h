@@ -29,7 +29,7 @@ struct CheckedInputs {
   MaskView mask;
 };
 
-inline bool is_absent(const paddle::Tensor& tensor) { return tensor.dims().size() == 1; }
+inline bool is_absent(const paddle::Tensor& tensor) { return tensor.shape().size() == 1; }
 
 // Raises an error that names the tensor, what came, what was wanted and the rule.
 CheckedInputs check_inputs(const AttentionInputs& inputs);

@@ -6,17 +6,15 @@
 namespace fm3::binding {
 
 paddle::Tensor contiguous(const paddle::Tensor& tensor) {
-  if (tensor.is_contiguous()) return tensor;
 #if FM3_PADDLE_MAJOR >= 3
-  return tensor.contiguous();
-#else
-  PD_THROW("fm3_attention: a strided tensor needs Paddle 3 or newer; pass tensor.contiguous()");
+  if (!tensor.is_contiguous()) return tensor.contiguous();
 #endif
+  return tensor;
 }
 
 Strides strides_of(const paddle::Tensor& tensor) {
-  const int64_t s = tensor.dims()[1], h = tensor.dims()[2], d = tensor.dims()[3];
-  return {s * h * d, h * d, d};
+  const std::vector<int64_t> dims = tensor.shape();
+  return {dims[1] * dims[2] * dims[3], dims[2] * dims[3], dims[3]};
 }
 
 paddle::Tensor zeros(const std::vector<int64_t>& dims, paddle::DataType dtype,

@@ -8,7 +8,8 @@
 namespace fm3::binding {
 
 // The tensor itself, or a dense copy. NOTE: Paddle 3.3.1 already hands a custom op dense copies of
-// strided tensors; this keeps the kernels right should a later one stop doing so.
+// strided tensors; this keeps the kernels right should a later one stop doing so. Paddle 2 cannot
+// ask: there the caller passes dense tensors.
 paddle::Tensor contiguous(const paddle::Tensor& tensor);
 
 Strides strides_of(const paddle::Tensor& tensor);  // of a contiguous [b, s, h, d]
