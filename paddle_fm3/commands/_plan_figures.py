@@ -267,7 +267,7 @@ def text_report(comparison: Comparison) -> str:
     head = (
         f"{setting.name}: {len(setting.masks)} sequence{'s' if len(setting.masks) > 1 else ''} of "
         f"{setting.masks[0].s_q} tokens "
-        f"over {setting.num_ranks} ranks on {setting.topology.num_nodes} "
+        f"over {setting.num_ranks} rank{'s' if setting.num_ranks > 1 else ''} on {setting.topology.num_nodes} "
         f"{'nodes' if setting.topology.num_nodes > 1 else 'node'}; density {comparison.density:.4f}, "
         f"{comparison.density_block:.4f} in 128 x 128 tiles"
     )

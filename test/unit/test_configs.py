@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,7 @@ from paddle_fm3.integration.paddlenlp import config_schema, model_size
 from paddle_fm3.integration.paddlenlp.config_schema import Layout, load_scenario, scenario_from_dict, scenario_names
 
 NAMES = scenario_names()
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _content(name: str = "moe_118b_a14b_128k_cp16") -> dict:
@@ -163,6 +167,26 @@ def test_hybrid_degrees_use_every_gpu():
 def test_the_expert_topology_is_not_passed_off_as_trainer_flags():
     with pytest.raises(ValueError, match="topology 'expert' is not one of"):
         load_scenario("moe_118b_a14b_128k_cp16").trainer_arguments()
+
+
+def test_the_tiny_config_is_what_the_demo_runs(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.setattr(sys, "argv", ["demo.py"])
+    demo = importlib.import_module("demo")
+    arguments = demo.parse_arguments()
+    scenario = load_scenario("moe_tiny_cpu")
+    demo.write_inputs(arguments, tmp_path, [[[1, 2], [3]]], scenario.model.vocab_size)
+    written = json.loads((tmp_path / "config.json").read_text())
+    model, training = scenario.model, scenario.training
+    expected = {
+        "s": scenario.data.max_seq_len, "vocab_size": model.vocab_size, "hidden_size": model.hidden_size,
+        "num_layers": model.num_hidden_layers, "num_heads": model.num_attention_heads,
+        "num_kv_heads": model.num_key_value_heads, "num_experts": model.num_experts, "steps": training.max_steps,
+        "warmup_steps": training.warmup_steps, "batch_size": training.per_device_train_batch_size,
+        "learning_rate": training.learning_rate, "strategy": scenario.attention.cp_strategy, "seed": training.seed,
+    }  # fmt: skip
+    assert {name: written[name] for name in expected} == expected
+    assert arguments.ranks == scenario.layout.context_parallel_degree
 
 
 def test_a_scenario_is_a_value():

@@ -80,6 +80,7 @@ class Attention:
 class Training:
     """Fields of PaddleNLP's TrainingArguments, under its names. Degrees stand in `Layout`."""
 
+    device: str = "gpu"
     per_device_train_batch_size: int = 1
     gradient_accumulation_steps: int = 1
     learning_rate: float = 1e-5
