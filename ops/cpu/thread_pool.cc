@@ -9,6 +9,7 @@
 #include <cfenv>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -43,10 +44,15 @@ class Pool {
 
   // The caller holds busy().
   void run(Job* job, int32_t num_workers) {
-    while (static_cast<int32_t>(workers_.size()) < num_workers) {
-      const int32_t worker_idx = static_cast<int32_t>(workers_.size());
-      workers_.emplace_back([this, worker_idx] { serve(worker_idx); });
-      workers_.back().detach();  // workers wait for work until the process ends
+    try {
+      while (static_cast<int32_t>(workers_.size()) < num_workers) {
+        const int32_t worker_idx = static_cast<int32_t>(workers_.size());
+        workers_.emplace_back([this, worker_idx] { serve(worker_idx); });
+        workers_.back().detach();  // workers wait for work until the process ends
+      }
+    } catch (const std::system_error&) {
+      // The system refuses another thread: the work is done, to the same bits, by those there are.
+      num_workers = static_cast<int32_t>(workers_.size());
     }
     {
       std::lock_guard<std::mutex> lock(mutex_);

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -63,25 +65,52 @@ def test_calls_from_several_python_threads_at_once():
             assert_same_bits(single, one, f"caller {idx}")
 
 
+def _in_forked_child(body) -> int:
+    """Exit status of a fork that runs ``body() -> bool``: 0 if it returned True. A hang is killed after 60 s."""
+    pid = os.fork()
+    if pid == 0:
+        is_right = False
+        try:
+            is_right = body()
+        finally:
+            os._exit(0 if is_right else 1)
+    watchdog = threading.Timer(60, os.kill, (pid, 9))
+    watchdog.start()
+    _, status = os.waitpid(pid, 0)
+    watchdog.cancel()
+    return status
+
+
 def test_a_forked_child_computes_too():
     """A data loader forks: the child has none of the parent's worker threads and must start its own."""
     case = CASES[0]
     inputs = make_inputs(case)
     with backend(num_threads=2):
         parent = run(case, inputs)
-        pid = os.fork()
-        if pid == 0:
-            is_same = False
-            try:
-                child = run(case, inputs)
-                is_same = all(np.array_equal(parent[name], child[name]) for name in parent)
-            finally:
-                os._exit(0 if is_same else 1)
-        watchdog = threading.Timer(60, os.kill, (pid, 9))  # a hang is a failure, not a stuck suite
-        watchdog.start()
-        _, status = os.waitpid(pid, 0)
-        watchdog.cancel()
-    assert status == 0
+
+        def child() -> bool:
+            mine = run(case, inputs)
+            return all(np.array_equal(parent[name], mine[name]) for name in parent)
+
+        assert _in_forked_child(child) == 0
+
+
+def test_a_system_that_refuses_threads_gets_the_same_bits():
+    """The address space has room for a few thread stacks, not for the 64 asked for."""
+    case = CASES[1]  # 24 items forward: 24 threads if they can be had
+    inputs = make_inputs(case)
+    with backend(num_threads=64):
+        expected = run(case, inputs)
+
+        def child() -> bool:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            room = pages * resource.getpagesize() + 64 * 2**20
+            resource.setrlimit(resource.RLIMIT_AS, (room, room))
+            mine = run(case, inputs)
+            num_threads = len(os.listdir("/proc/self/task"))
+            return num_threads < 20 and all(np.array_equal(expected[name], mine[name]) for name in expected)
+
+        assert _in_forked_child(child) == 0
 
 
 def test_workers_share_the_callers_rounding_mode():
