@@ -69,7 +69,9 @@ def main() -> int:
         print(f"demo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"\ndemo: stopped by you; what was written so far is in {run_dir.relative_to(REPOSITORY)}", file=sys.stderr)
+        print(
+            f"\ndemo: stopped by you; what was written so far is in {run_dir.relative_to(REPOSITORY)}", file=sys.stderr
+        )
         return 130
 
 
@@ -89,8 +91,8 @@ def run_demo(arguments: argparse.Namespace, run_dir: Path) -> int:
     (run_dir / "command.txt").write_text(command + "\n")
     print(
         f"{len(packs)} sequences of {s} tokens ({tokenizer.name}) from {len(files)} files, "
-        f"{statistics.documents_per_sequence:.1f} documents each; {statistics.skipped_tiles:.0%} of the mask's tiles are "
-        f"skipped", flush=True,
+        f"{statistics.documents_per_sequence:.1f} documents each; {statistics.skipped_tiles:.0%} of the mask's tiles "
+        "are skipped", flush=True,
     )  # fmt: skip
 
     metrics = train(run_dir, arguments.ranks, arguments.steps)
@@ -158,7 +160,9 @@ def train(run_dir: Path, num_ranks: int, num_steps: int) -> list[dict[str, Any]]
     print(f"\ntraining on {num_ranks} rank{'s' if num_ranks > 1 else ''}, {threads} thread(s) each", flush=True)
     log_path = log_dir / "output.log"
     with log_path.open("w") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             show_progress(process, metrics_path, num_steps)
         finally:
@@ -267,9 +271,7 @@ def finish(
     return exit_code
 
 
-def compare(
-    metrics: list[dict[str, Any]], single: list[dict[str, Any]], ranks: int, summary: dict[str, Any]
-) -> int:
+def compare(metrics: list[dict[str, Any]], single: list[dict[str, Any]], ranks: int, summary: dict[str, Any]) -> int:
     """Prints whether both runs agree; 1 if they do not."""
     differences = report.largest_differences(metrics, single)
     tolerances = {"loss": report.LOSS_TOLERANCE, "gradient_norm": report.GRADIENT_TOLERANCE}
@@ -279,12 +281,11 @@ def compare(
         is_within = difference <= tolerances[field]
         is_agreed &= is_within
         verdict = "agrees" if is_within else "DIFFERS"
-        print(
-            f"  {field.replace('_', ' '):14s} {difference:.1e} at step {step} (tolerance {tolerances[field]:.0e})   {verdict}"
-        )
+        bound = f"(tolerance {tolerances[field]:.0e})"
+        print(f"  {field.replace('_', ' '):14s} {difference:.1e} at step {step} {bound}   {verdict}")
     print(
-        "  (routing is per token, no token is dropped, and the load-balancing loss runs over the tokens of all ranks, so\n"
-        "  both runs compute the same function; what is left is fp32 rounding in another order of summation)"
+        "  (routing is per token, no token is dropped, and the load-balancing loss runs over the tokens of all\n"
+        "  ranks, so both runs compute the same function; what is left is fp32 rounding in another order)"
     )
     summary["agreement"] = {field: difference for field, (difference, _) in differences.items()}
     summary["is_agreed"] = is_agreed

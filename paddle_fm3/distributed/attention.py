@@ -88,8 +88,9 @@ def flashmask_cp_attention(
             when a mask is first seen, not at every call.
         CommError: a rank did not arrive within timeout_s.
     """
-    from paddle_fm3.attention import flashmask_attention
+    from paddle_fm3.attention import _autocast, flashmask_attention
 
+    q, k, v = _autocast(q, k, v)  # before K and V travel: half the bytes
     group = groups.resolve_group(group)
     options = {
         "softmax_scale": softmax_scale,
@@ -97,7 +98,8 @@ def flashmask_cp_attention(
         "deterministic": deterministic,
     }
     if group is None:
-        return flashmask_attention(q, k, v, startend_row_indices, causal=causal, block_mask=block_mask, **options)
+        whole = flashmask_attention(q, k, v, startend_row_indices, causal=causal, block_mask=block_mask, **options)
+        return tuple(whole) if return_softmax_lse else whole
 
     communicator = communicator_for(group, timeout_s)
     partition_key = strategy if partition is None else partition
@@ -112,9 +114,10 @@ def flashmask_cp_attention(
             _cache.put(startend_row_indices, key, prepared)
 
     k_global, v_global = _GatherKeysValues.apply(k, v, prepared.partition, communicator, reduce_dtype)
-    return flashmask_attention(
+    result = flashmask_attention(
         q, k_global, v_global, prepared.bounds_local, causal=False, block_mask=prepared.block_mask_local, **options
     )
+    return tuple(result) if return_softmax_lse else result
 
 
 def _describe(
@@ -223,12 +226,18 @@ class _GatherKeysValues(PyLayer):
 
     @staticmethod
     def forward(
-        ctx: Any, k: paddle.Tensor, v: paddle.Tensor, partition: Partition, communicator: Communicator, reduce_dtype: str
+        ctx: Any,
+        k: paddle.Tensor,
+        v: paddle.Tensor,
+        partition: Partition,
+        communicator: Communicator,
+        reduce_dtype: str,
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
         ctx.partition, ctx.communicator, ctx.reduce_dtype = partition, communicator, reduce_dtype
         ctx.is_wanted = (not k.stop_gradient, not v.stop_gradient)
         pending = [
-            communicator.post_all_gather(pad_rows(x, partition), f"gather of {name}") for name, x in (("K", k), ("V", v))
+            communicator.post_all_gather(pad_rows(x, partition), f"gather of {name}")
+            for name, x in (("K", k), ("V", v))
         ]
         k_global, v_global = (assemble_rows(transfer.wait(), partition) for transfer in pending)
         return k_global, v_global  # [b, s, h_kv, d_qk], [b, s, h_kv, d_v]
@@ -237,10 +246,13 @@ class _GatherKeysValues(PyLayer):
     def backward(ctx: Any, *grads_global: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
         num_rows = ctx.partition.num_rows(ctx.communicator.rank)
         pending = []
-        for name, grad in zip(("dK", "dV"), grads_global):
+        for name, grad in zip(("dK", "dV"), grads_global, strict=True):
             parts = rows_by_rank(grad, ctx.partition)  # [num_ranks, b, max_rows, h_kv, d]
             if ctx.reduce_dtype == "float32":
                 parts = parts.astype("float32")
             pending.append(ctx.communicator.post_reduce_scatter(parts, f"sum of {name}"))
-        summed = [transfer.wait()[:, :num_rows].astype(grad.dtype) for transfer, grad in zip(pending, grads_global)]
-        return tuple(grad if is_wanted else None for grad, is_wanted in zip(summed, ctx.is_wanted))
+        summed = [
+            transfer.wait()[:, :num_rows].astype(grad.dtype)
+            for transfer, grad in zip(pending, grads_global, strict=True)
+        ]
+        return tuple(grad if is_wanted else None for grad, is_wanted in zip(summed, ctx.is_wanted, strict=True))

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 import paddle
@@ -118,13 +119,17 @@ class Communicator:
                     self._fail(number, what, f"no answer within {self.timeout_s:g} s")
             if job.error is not None:
                 gloo_words = " ".join(str(job.error).split())[-160:]
-                self._fail(number, what, f"gloo gave up after {time.monotonic() - began:.1f} s ({gloo_words})")
+                cause = f"gloo gave up after {time.monotonic() - began:.1f} s ({gloo_words})"
+                # gloo names the peer whose connection broke. Then nobody has to be asked, and there is no time: the
+                # launcher ends this rank as soon as it sees that one dead.
+                lost_peer = re.search(r"pair_rank = (\d+)", gloo_words)
+                self._fail(number, what, cause, [int(lost_peer[1])] if lost_peer else None)
             return collect()
 
         return Pending(what, wait_and_collect)
 
-    def _fail(self, number: int, what: str, cause: str) -> None:
-        missing = self._missing_ranks(number)
+    def _fail(self, number: int, what: str, cause: str, lost_peers: list[int] | None = None) -> NoReturn:
+        missing = lost_peers or self._missing_ranks(number)
         if missing is None:
             culprit = "the key-value store does not answer either (its host, global rank 0, is probably dead)"
         elif missing:

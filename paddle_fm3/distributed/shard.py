@@ -33,7 +33,9 @@ def shard_rows(x: paddle.Tensor, partition: Partition, rank: int, axis: int = 1)
     """
     axis = axis % len(x.shape)
     if x.shape[axis] != partition.s:
-        raise ValueError(f"shard_rows: x.shape is {x.shape}; axis {axis} must have the partition's s={partition.s} rows")
+        raise ValueError(
+            f"shard_rows: x.shape is {x.shape}; axis {axis} must have the partition's s={partition.s} rows"
+        )
     return _concat([_slice(x, axis, *chunk) for chunk in partition.chunks_of(rank)], axis, like=x)
 
 

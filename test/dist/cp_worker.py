@@ -12,12 +12,17 @@ from pathlib import Path
 import numpy as np
 import paddle
 import paddle.distributed as dist
+import pytest
 from cp_cases import CASES, CpCase
 
 from paddle_fm3.distributed import groups
 from paddle_fm3.distributed.attention import flashmask_cp_attention
+from paddle_fm3.distributed.comm import communicator_for
+from paddle_fm3.distributed.partition import dual_chunk_partition
+from paddle_fm3.distributed.shard import shard_rows, unshard_rows
 
 TIMEOUT_S = 30.0
+PAIR_CASE_IDX = 2
 
 
 def run_case(case: CpCase, group: object | None) -> dict[str, np.ndarray]:
@@ -46,6 +51,38 @@ def run_case(case: CpCase, group: object | None) -> dict[str, np.ndarray]:
     return {name: x.astype("float32").numpy() for name, x in results.items()}
 
 
+def check_shards(group: object | None) -> None:
+    """shard_rows / unshard_rows: there and back, uneven, along two axes, with the gradient that a shared loss needs."""
+    num_ranks, rank = groups.group_size(group), groups.group_rank(group)
+    partition = dual_chunk_partition(29, num_ranks)
+    rows = partition.rows_of(rank)
+    hidden = paddle.to_tensor(np.random.default_rng(5).standard_normal((2, 29, 3)).astype("float32"))
+    local = shard_rows(hidden, partition, rank)
+    np.testing.assert_array_equal(local.numpy(), hidden.numpy()[:, rows])
+    local.stop_gradient = False
+    whole = unshard_rows(local, partition, group)
+    np.testing.assert_array_equal(whole.numpy(), hidden.numpy())
+    (whole * hidden).sum().backward()  # the same loss on every rank
+    np.testing.assert_array_equal(local.grad.numpy(), hidden.numpy()[:, rows])
+    lse = paddle.transpose(hidden, [0, 2, 1])  # [b, h, s]
+    np.testing.assert_array_equal(unshard_rows(shard_rows(lse, partition, rank, 2), partition, group, 2).numpy(), lse)
+    with pytest.raises(ValueError, match=r"axis 1 must have the partition's s=29 rows"):
+        shard_rows(lse, partition, rank)
+
+
+def check_comm(group: object) -> None:
+    """fp16 sums do not overflow on the way, results arrive by rank, and a transfer is waited for once."""
+    communicator = communicator_for(group, TIMEOUT_S)
+    num_ranks, rank = communicator.num_ranks, communicator.rank
+    factors = np.arange(1, num_ranks + 1, dtype=np.float16)[:, None]
+    parts = paddle.to_tensor(np.full([num_ranks, 4], 3.0, np.float16) * factors)
+    pending = communicator.post_reduce_scatter(parts, "test sum")
+    np.testing.assert_array_equal(pending.wait().numpy(), np.full(4, 3.0 * (rank + 1) * num_ranks, np.float16))
+    with pytest.raises(RuntimeError, match=r"wait\(\) called twice on 'test sum'"):
+        pending.wait()
+    assert communicator.exchange({"rank": rank}, "test") == [{"rank": r} for r in range(num_ranks)]
+
+
 def main() -> None:
     output_dir = Path(sys.argv[1])
     group = None
@@ -57,6 +94,15 @@ def main() -> None:
     for case_idx, case in enumerate(CASES):
         np.savez(output_dir / f"case{case_idx}_rank{rank}.npz", **run_case(case, group))
         print(f"done: {case.name}", flush=True)
+    check_shards(group)
+    if group is not None:
+        check_comm(group)
+    if groups.group_size(group) == 4:
+        # As in a data-parallel x context-parallel mesh: every process makes both groups, in the same order.
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        pair_idx = rank // 2
+        results = run_case(CASES[PAIR_CASE_IDX], pairs[pair_idx])
+        np.savez(output_dir / f"pair{pair_idx}_rank{rank % 2}.npz", **results)
 
 
 main()

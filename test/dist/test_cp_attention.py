@@ -14,7 +14,9 @@ from launch import launch
 from paddle_fm3.testing import reference
 from paddle_fm3.testing.compare import assert_close_to_oracle
 
+pytestmark = pytest.mark.dist
 LAUNCH_TIMEOUT_S = 150
+PAIR_CASE_IDX = 2  # run once more in each pair of ranks of a 4-rank launch
 SEQUENCE_AXIS = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -33,8 +35,11 @@ def finished_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 @pytest.mark.parametrize("case_idx", range(len(CASES)), ids=[case.name for case in CASES])
 def test_matches_the_oracle(finished_run: tuple[int, Path], case_idx: int) -> None:
     num_ranks, output_dir = finished_run
-    case = CASES[case_idx]
-    by_rank = [np.load(output_dir / f"case{case_idx}_rank{rank}.npz") for rank in range(num_ranks)]
+    compare(CASES[case_idx], [np.load(output_dir / f"case{case_idx}_rank{rank}.npz") for rank in range(num_ranks)])
+
+
+def compare(case: CpCase, by_rank: list[dict[str, np.ndarray]]) -> None:
+    num_ranks = len(by_rank)
     oracle, low_precision = oracle_of(case)
     partition = case.partition(num_ranks)
     for name, axis in SEQUENCE_AXIS.items():
@@ -49,8 +54,23 @@ def test_matches_the_oracle(finished_run: tuple[int, Path], case_idx: int) -> No
         # which every rank rounds before they are summed.
         factor = 4.0 if case.dtype == "float32" else 2.0 + num_ranks if name in ("dk", "dv") else 2.0
         assert_close_to_oracle(
-            whole, getattr(oracle, name), getattr(low_precision, name), name, (num_ranks, case), dtype=dtype, factor=factor
+            whole,
+            getattr(oracle, name),
+            getattr(low_precision, name),
+            name,
+            (num_ranks, case),
+            dtype=dtype,
+            factor=factor,
         )
+
+
+def test_pairs_of_a_larger_world_are_groups_of_their_own(finished_run: tuple[int, Path]) -> None:
+    num_ranks, output_dir = finished_run
+    if num_ranks != 4:
+        pytest.skip("two pairs need four ranks")
+    for pair in range(2):
+        by_rank = [np.load(output_dir / f"pair{pair}_rank{rank}.npz") for rank in range(2)]
+        compare(CASES[PAIR_CASE_IDX], by_rank)
 
 
 def oracle_of(case: CpCase) -> tuple[reference.AttentionResult, reference.AttentionResult]:

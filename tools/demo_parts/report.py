@@ -63,11 +63,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def largest_differences(run: list[dict[str, Any]], single: list[dict[str, Any]]) -> dict[str, tuple[float, int]]:
     """field -> (largest relative difference, its step). Refuses to compare runs that saw different batches."""
-    if len(run) != len(single) or any(a["batch"] != b["batch"] for a, b in zip(run, single)):
+    if len(run) != len(single) or any(a["batch"] != b["batch"] for a, b in zip(run, single, strict=True)):
         raise RuntimeError(f"the two runs saw different batches ({len(run)} and {len(single)} steps)")
     result = {}
     for field in ("loss", "gradient_norm"):
-        relative = [abs(a[field] - b[field]) / max(abs(b[field]), 1e-12) for a, b in zip(run, single)]
+        relative = [abs(a[field] - b[field]) / max(abs(b[field]), 1e-12) for a, b in zip(run, single, strict=True)]
         # NaN must not pass as the smallest number.
         worst = int(np.argmax(np.nan_to_num(relative, nan=np.inf)))
         result[field] = (relative[worst], run[worst]["step"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class PackedSequences(paddle.io.IterableDataset):
 
     def __iter__(self):  # noqa: ANN204
         begins = self.data["sequence_begins"]  # [num_sequences + 1], into tokens
-        for begin, end in zip(begins, begins[1:]):
+        for begin, end in pairwise(begins):
             ends = self.data["document_ends"]
             inner = ends[(ends > begin) & (ends < end)]
             yield {"documents": np.split(self.data["tokens"][begin:end], inner - begin)}

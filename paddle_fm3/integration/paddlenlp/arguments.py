@@ -16,7 +16,8 @@ class FlashMask3Arguments:
     """A parser group of its own. List it *before* TrainingArguments, which builds the process groups."""
 
     use_flashmask3: bool = field(
-        default=False, metadata={"help": "run attention through paddle_fm3; keeps document masks under context parallelism"}
+        default=False,
+        metadata={"help": "run attention through paddle_fm3; keeps document masks under context parallelism"},
     )
     cp_strategy: str = field(
         default="dual_chunk", metadata={"help": "how context-parallel ranks share a sequence: dual_chunk or contiguous"}

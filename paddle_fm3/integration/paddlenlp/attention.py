@@ -71,7 +71,13 @@ def _funnel(original: Callable, settings: FlashMask3Settings) -> Callable:
                 strategy=settings.cp_strategy, timeout_s=settings.cp_timeout_s, reduce_dtype=settings.cp_reduce_dtype
             )
         out = no_recompute(
-            attend, query_states, key_states, value_states, startend_row_indices=bounds, enable=skip_recompute, **options
+            attend,
+            query_states,
+            key_states,
+            value_states,
+            startend_row_indices=bounds,
+            enable=skip_recompute,
+            **options,
         )  # [b, s_local, h_q, d]
         if reshard_layer is not None:
             out = reshard_layer(out, split_axis=1, concat_axis=2)  # heads gathered, sequence split

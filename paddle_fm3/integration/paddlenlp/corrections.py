@@ -48,7 +48,9 @@ def mean_over_ranks(original: Callable, timeout_s: float) -> Callable:
         if group is None:
             return original(self, prediction_scores, masked_lm_labels)
         with paddle.amp.auto_cast(False):
-            losses = self.loss_func(prediction_scores.astype("float32"), masked_lm_labels.unsqueeze(2))  # [b, s_local, 1]
+            losses = self.loss_func(
+                prediction_scores.astype("float32"), masked_lm_labels.unsqueeze(2)
+            )  # [b, s_local, 1]
             # Upstream's rule for what counts: ignored labels have loss exactly 0.
             is_counted = (losses > 0).astype("float32")
             totals = paddle.stack([(losses * is_counted).sum(), is_counted.sum()])  # [2]: loss, tokens

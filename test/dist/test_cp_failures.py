@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that disagree, die or stall: the same clear message everywhere, within a bounded time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from launch import LaunchResult, launch
+
+pytestmark = pytest.mark.dist
+WORKER = Path(__file__).with_name("failure_worker.py")
+TIMEOUT_S = 10.0  # as in the worker
+
+# what rank 1 does differently -> what every rank must say
+EXPECTED = {
+    "heads": "the ranks disagree: query heads is 2 on rank 0, 4 on rank 1, 2 on rank 2",
+    "head_dim": "query/key head_dim is 8 on rank 0, 16 on rank 1, 8 on rank 2",
+    "dtype": "dtype is float32 on rank 0, bfloat16 on rank 1, float32 on rank 2",
+    "mask content": "startend_row_indices (or block_mask) differ in content between ranks; digests:",
+    "strategy": "strategy is dual_chunk on rank 0, contiguous on rank 1, dual_chunk on rank 2",
+    "gradients": "whether gradients are needed is True on rank 0, False on rank 1, True on rank 2",
+    "own error": "rank 1: q.shape is ",
+    "bounds dtype": "rank 1: startend_row_indices.dtype is paddle.int64; expected int32",
+    "rows": "local rows by rank are [8, 9, 8]; the partition of s=25 wants ",
+    "columns": "startend_row_indices has [24, 8, 24] key columns by rank; wanted all s=24 on every rank",
+}
+
+
+def run(mode: str, num_ranks: int, tmp_path: Path) -> tuple[LaunchResult, list[list[str]], float]:
+    began = time.monotonic()
+    result = launch(WORKER, [mode, str(tmp_path)], num_ranks, tmp_path, timeout_s=120)
+    reports = [tmp_path / f"rank{rank}.txt" for rank in range(num_ranks)]
+    lines = [report.read_text().splitlines() if report.exists() else [] for report in reports]
+    return result, lines, time.monotonic() - began
+
+
+def test_disagreement_gives_one_message_on_every_rank(tmp_path: Path) -> None:
+    result, reports, _ = run("disagree", 3, tmp_path)
+    assert result.exit_code == 0, result.tail()
+    assert reports[0] == reports[1] == reports[2]
+    assert reports[0][-1] == "done"
+    said = dict(line.split(": ", 1) for line in reports[0][:-1])
+    assert set(said) == set(EXPECTED)
+    for name, words in EXPECTED.items():
+        assert said[name].startswith("ValueError: flashmask_cp_attention: "), (name, said[name])
+        assert words in said[name], (name, said[name])
+
+
+@pytest.mark.parametrize("mode", ["killed", "stalled"])
+def test_lost_rank_ends_the_step_in_bounded_time(mode: str, tmp_path: Path) -> None:
+    result, reports, wall_s = run(mode, 2, tmp_path)
+    assert result.exit_code not in (0, -9), f"ended with {result.exit_code} after {wall_s:.0f} s\n{result.tail()}"
+    assert reports[0], f"rank 0 met nothing\n{result.tail()}"
+    seconds, message = reports[0][0].split(" s: ", 1)
+    assert float(seconds) < TIMEOUT_S + 5
+    assert message.startswith("CommError: context parallelism: rank 0 of 2 gave up on 'comparison of shapes and masks'")
+    assert "rank 1 did not arrive (dead or stalled)" in message
+    if mode == "stalled":
+        assert float(seconds) > TIMEOUT_S - 1 and f"no answer within {TIMEOUT_S:g} s" in message
+        assert "refused: an earlier collective of this group failed" in reports[0][1]
