@@ -50,9 +50,9 @@ TABLES = {
         "Median milliseconds", "tools/bench_attention.py --device cpu --json results/attention_cpu.jsonl",
     ),
     "memory_cpu": Table(
-        "attention_cpu.jsonl", "memory", ("case", "phase"), ("impl",), "{peak_extra_bytes:,}",
+        "memory_cpu.jsonl", "memory", ("case", "dtype", "phase"), ("impl",), "{peak_extra_bytes:,}",
         "Peak bytes above inputs and outputs",
-        "tools/bench_attention.py --device cpu --bench memory --json results/attention_cpu.jsonl",
+        "tools/bench_attention.py --device cpu --bench memory --json results/memory_cpu.jsonl",
     ),
     "attention_gpu": Table(
         "attention_gpu.jsonl", "attention", ("case", "dtype"), ("impl", "phase"), "{tflops_exact:.0f}",

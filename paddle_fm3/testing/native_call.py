@@ -116,9 +116,7 @@ def forward_params(q, k, v, mask: NativeMask, softmax_scale: float, out, lse) ->
     )
 
 
-def backward_params(
-    q, k, v, mask: NativeMask, softmax_scale: float, out, lse, dout, dlse, dq, dk, dv
-) -> BwdParams:
+def backward_params(q, k, v, mask: NativeMask, softmax_scale: float, out, lse, dout, dlse, dq, dk, dv) -> BwdParams:
     """BwdParams that point at the given arrays, which the caller keeps alive."""
     return BwdParams(
         shape=_shape(q, k, v),

@@ -110,7 +110,9 @@ def test_rounding_of_outputs_is_to_nearest_even(target):
             out, _ = native_call.forward(k[:, :1], k, pairs, mask)
         mean = pairs.astype(np.float64).mean(axis=1, keepdims=True)
         with np.errstate(over="ignore"):
-            np.testing.assert_array_equal(out.astype(np.float64), mean.astype(np.float32).astype(dtype).astype(np.float64))
+            np.testing.assert_array_equal(
+                out.astype(np.float64), mean.astype(np.float32).astype(dtype).astype(np.float64)
+            )
 
 
 @pytest.mark.parametrize("spread", [1.0, 30.0, 1000.0])

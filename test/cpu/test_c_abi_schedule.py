@@ -131,7 +131,9 @@ def test_a_tile_covered_only_by_the_union_of_both_intervals_is_skipped():
     assert hidden_runs[0, 0, 0, 0].tolist() == [100, 256]
 
 
-@pytest.mark.parametrize("name", ["many_hidden_runs", "many_clear_runs", "documents_mixed_causal", "block_mask_hides_rows"])
+@pytest.mark.parametrize(
+    "name", ["many_hidden_runs", "many_clear_runs", "documents_mixed_causal", "block_mask_hides_rows"]
+)
 def test_a_prepared_schedule_gives_the_same_bits(name):
     case = next(case for case in HOSTILE_CASES if case.name == name)
     inputs, _, _ = expected(case, "float32")
