@@ -305,6 +305,10 @@ class RankDescent {
     const double before = finish(rank);
     for (int32_t other = 0; other < problem_.num_ranks(); ++other) {
       if (other == rank || finish(other) >= before) continue;
+      // No trade gets the later of the two below their common mean.
+      const double together =
+          double(loads_[rank] + loads_[other]) / (problem_.speed[rank] + problem_.speed[other]);
+      if (best.size() == kTradesVerified && (before - together) * problem_.us_per_load <= best.back().gain_us) continue;
       const bool has_room = int32_t(chunks_[other].size()) < problem_.capacity[other];
       for (int32_t mine : chunks_[rank]) {
         if (has_room) consider(rank, other, mine, -1, before, best);

@@ -9,20 +9,23 @@ namespace {
 // Local row of a global row at its owner: chunks in ascending order, whatever the assignment.
 class OwnRows {
  public:
-  explicit OwnRows(const RouteProblem& problem) : problem_(problem), count_(problem.num_ranks()) {
+  explicit OwnRows(const RouteProblem& problem) : problem_(problem), count_(problem.num_ranks()), chunks_(problem.num_ranks()) {
     for (int32_t chunk = 0; chunk < problem.grid->num_chunks(); ++chunk) {
       int32_t& count = count_[problem.chunk_ranks[chunk]];
       first_.push_back(count);
       count += problem.grid->rows(chunk);
+      chunks_[problem.chunk_ranks[chunk]].push_back(chunk);
     }
   }
   int32_t at(int32_t k_idx, int32_t chunk) const { return first_[chunk] + k_idx - problem_.grid->begin(chunk); }
   int32_t count(int32_t rank) const { return count_[rank]; }
+  const std::vector<int32_t>& chunks(int32_t rank) const { return chunks_[rank]; }
 
  private:
   const RouteProblem& problem_;
   std::vector<int32_t> first_;  // [num_chunks]
   std::vector<int32_t> count_;  // [num_ranks]
+  std::vector<std::vector<int32_t>> chunks_;  // [num_ranks] ascending
 };
 
 // One rank's want of rows that another rank owns. Wants of one group are the same rows, wanted by ranks of
@@ -60,8 +63,12 @@ class Router {
   struct Piece {
     int32_t k_begin, k_end, chunk;
   };
-  std::vector<Piece> foreign_pieces(int32_t rank) const {
-    std::vector<Piece> pieces;
+  struct RankPiece {
+    int32_t rank;
+    Piece piece;
+  };
+  void foreign_pieces(int32_t rank, std::vector<Piece>& pieces) const {
+    pieces.clear();
     const ChunkGrid& grid = *problem_.grid;
     for (int32_t i = needs_.begins[rank]; i < needs_.begins[rank + 1]; ++i) {
       const Run run = needs_.runs[i];
@@ -71,7 +78,6 @@ class Router {
         begin = end;
       }
     }
-    return pieces;
   }
 
   void add_want(int32_t rank, const Piece& piece, bool is_slow) {
@@ -85,40 +91,39 @@ class Router {
     for (int32_t rank = 0; rank < problem_.num_ranks(); ++rank) num_nodes = std::max(num_nodes, node(rank) + 1);
     std::vector<std::vector<int32_t>> ranks_of_node(num_nodes);
     for (int32_t rank = 0; rank < problem_.num_ranks(); ++rank) ranks_of_node[node(rank)].push_back(rank);
+    std::vector<Piece> pieces;
+    std::vector<RankPiece> slow;
     for (const auto& ranks : ranks_of_node) {
-      std::vector<std::vector<Piece>> slow(ranks.size());  // per rank of the node, ascending
-      for (size_t i = 0; i < ranks.size(); ++i) {
-        for (const Piece& piece : foreign_pieces(ranks[i])) {
-          const bool is_slow = node(problem_.chunk_ranks[piece.chunk]) != node(ranks[i]);
+      slow.clear();
+      for (const int32_t rank : ranks) {
+        foreign_pieces(rank, pieces);
+        for (const Piece& piece : pieces) {
+          const bool is_slow = node(problem_.chunk_ranks[piece.chunk]) != node(rank);
           if (is_slow && problem_.is_hierarchical) {
-            slow[i].push_back(piece);
+            slow.push_back({rank, piece});
           } else {
             groups_.push_back({int32_t(wants_.size()), 0});
-            add_want(ranks[i], piece, is_slow);
+            add_want(rank, piece, is_slow);
           }
         }
       }
-      if (problem_.is_hierarchical) group_shared_pieces(ranks, slow);
+      group_shared_pieces(slow);
     }
   }
 
   // Cuts the pieces of a node's ranks at each other's ends, chunk by chunk, so that each part is wanted wholly
   // by some of the ranks.
-  void group_shared_pieces(const std::vector<int32_t>& ranks, const std::vector<std::vector<Piece>>& pieces) {
-    std::vector<size_t> at(ranks.size(), 0);
+  void group_shared_pieces(std::vector<RankPiece>& pieces) {
+    std::sort(pieces.begin(), pieces.end(), [](const RankPiece& x, const RankPiece& y) {
+      return std::tie(x.piece.chunk, x.rank, x.piece.k_begin) < std::tie(y.piece.chunk, y.rank, y.piece.k_begin);
+    });
     std::vector<int32_t> cuts;
-    while (true) {
-      int32_t chunk = problem_.grid->num_chunks();
-      for (size_t i = 0; i < ranks.size(); ++i) {
-        if (at[i] < pieces[i].size()) chunk = std::min(chunk, pieces[i][at[i]].chunk);
-      }
-      if (chunk == problem_.grid->num_chunks()) return;
+    for (size_t first = 0, last; first < pieces.size(); first = last) {
       cuts.clear();
-      for (size_t i = 0; i < ranks.size(); ++i) {
-        for (size_t j = at[i]; j < pieces[i].size() && pieces[i][j].chunk == chunk; ++j) {
-          cuts.push_back(pieces[i][j].k_begin);
-          cuts.push_back(pieces[i][j].k_end);
-        }
+      const int32_t chunk = pieces[first].piece.chunk;
+      for (last = first; last < pieces.size() && pieces[last].piece.chunk == chunk; ++last) {
+        cuts.push_back(pieces[last].piece.k_begin);
+        cuts.push_back(pieces[last].piece.k_end);
       }
       std::sort(cuts.begin(), cuts.end());
       cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
@@ -128,19 +133,14 @@ class Router {
           const int32_t left = cuts[cut + 1] - begin;
           const int32_t end = left < 2 * problem_.piece_rows ? cuts[cut + 1] : begin + problem_.piece_rows;
           groups_.push_back({int32_t(wants_.size()), 0});
-          for (size_t i = 0; i < ranks.size(); ++i) {
-            while (at[i] < pieces[i].size() && pieces[i][at[i]].chunk == chunk && pieces[i][at[i]].k_end <= begin) {
-              ++at[i];
+          for (size_t i = first; i < last; ++i) {
+            if (pieces[i].piece.k_begin <= begin && begin < pieces[i].piece.k_end) {
+              add_want(pieces[i].rank, {begin, end, chunk}, true);
             }
-            if (at[i] == pieces[i].size() || pieces[i][at[i]].chunk != chunk) continue;
-            if (pieces[i][at[i]].k_begin <= begin) add_want(ranks[i], {begin, end, chunk}, true);
           }
           if (groups_.back().count == 0) groups_.pop_back();
           begin = end;
         }
-      }
-      for (size_t i = 0; i < ranks.size(); ++i) {
-        while (at[i] < pieces[i].size() && pieces[i][at[i]].chunk == chunk) ++at[i];
       }
     }
   }
@@ -151,13 +151,18 @@ class Router {
     const int32_t num_ranks = problem_.num_ranks();
     std::vector<std::vector<int32_t>> by_rank(num_ranks);
     for (int32_t want = 0; want < int32_t(wants_.size()); ++want) by_rank[wants_[want].rank].push_back(want);
+    std::vector<std::pair<uint64_t, int32_t>> keyed;  // (place in the rank's order, want)
     for (int32_t rank = 0; rank < num_ranks; ++rank) {
-      const auto key = [&](int32_t id) {
+      keyed.clear();
+      for (int32_t id : by_rank[rank]) {
         const Want& want = wants_[id];
-        const int32_t ahead = want.is_slow ? node(want.owner) - node(rank) : want.owner - rank;
-        return std::make_tuple(want.is_slow, ahead < 0 ? ahead + num_ranks : ahead, want.owner, want.k_begin);
-      };
-      std::sort(by_rank[rank].begin(), by_rank[rank].end(), [&](int32_t x, int32_t y) { return key(x) < key(y); });
+        const int32_t distance = want.is_slow ? node(want.owner) - node(rank) : want.owner - rank;
+        const uint64_t ahead = uint64_t(distance < 0 ? distance + num_ranks : distance);
+        // Near before far over the slow link, by distance, then by row. 16 bits of distance: 64K ranks.
+        keyed.emplace_back(uint64_t(want.is_slow) << 62 | ahead << 40 | uint64_t(uint32_t(want.k_begin)), id);
+      }
+      std::sort(keyed.begin(), keyed.end());
+      for (size_t i = 0; i < keyed.size(); ++i) by_rank[rank][i] = keyed[i].second;
       int64_t total = 0, before = 0;
       for (int32_t id : by_rank[rank]) total += wants_[id].k_end - wants_[id].k_begin;
       for (int32_t id : by_rank[rank]) {
@@ -175,11 +180,10 @@ class Router {
     for (int32_t rank = 0; rank < problem_.num_ranks(); ++rank) {
       auto& ids = by_rank_[rank];
       std::sort(ids.begin(), ids.end(), [&](int32_t x, int32_t y) {
-        return std::make_tuple(wants_[x].stage, wants_[x].k_begin) < std::make_tuple(wants_[y].stage, wants_[y].k_begin);
+        const Want &want_x = wants_[x], &want_y = wants_[y];
+        return want_x.stage != want_y.stage ? want_x.stage < want_y.stage : want_x.k_begin < want_y.k_begin;
       });
-      for (int32_t chunk = 0; chunk < problem_.grid->num_chunks(); ++chunk) {
-        if (problem_.chunk_ranks[chunk] == rank) append_range(problem_.grid->begin(chunk), problem_.grid->rows(chunk));
-      }
+      for (int32_t chunk : own_rows_.chunks(rank)) append_range(problem_.grid->begin(chunk), problem_.grid->rows(chunk));
       int32_t row = own_rows_.count(rank), stage = 0;
       route_.stage_rows.push_back(0);
       for (int32_t id : ids) {
@@ -243,9 +247,12 @@ class Router {
   int32_t step(int32_t stage) const { return problem_.has_single_step ? 0 : stage; }
 
   static void sort_and_join(std::vector<Transfer>& transfers) {
-    std::sort(transfers.begin(), transfers.end(), [](const Transfer& x, const Transfer& y) {
-      return std::tie(x.stage, x.hop, x.src_rank, x.dst_rank, x.dst_row) <
-             std::tie(y.stage, y.hop, y.src_rank, y.dst_rank, y.dst_row);
+    const auto key = [](const Transfer& x) {  // (stage, hop, src, dst) in one number
+      return (uint64_t(uint32_t(x.stage)) * 2 + uint64_t(x.hop)) << 40 | uint64_t(x.src_rank) << 20 | uint64_t(x.dst_rank);
+    };
+    std::sort(transfers.begin(), transfers.end(), [&](const Transfer& x, const Transfer& y) {
+      const uint64_t key_x = key(x), key_y = key(y);
+      return key_x != key_y ? key_x < key_y : x.dst_row < y.dst_row;
     });
     size_t kept = 0;
     for (size_t i = 0; i < transfers.size(); ++i) {
