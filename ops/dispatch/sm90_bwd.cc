@@ -19,7 +19,9 @@ namespace {
 using sm90::fail;
 
 // Smallest first: a call takes the first kernel that covers its head dims.
-const BwdKernel* const kKernels[] = {&kBwdD64Bf16, &kBwdD128Bf16, &kBwdD64Fp16, &kBwdD128Fp16};
+const BwdKernel* const kKernels[] = {
+    &kBwdD64Bf16,      &kBwdD128Bf16, &kBwdD192V128Bf16, &kBwdD192Bf16, &kBwdD256Bf16, &kBwdD64Fp16,
+    &kBwdD128Fp16, &kBwdD192V128Fp16, &kBwdD192Fp16, &kBwdD256Fp16};
 
 const BwdKernel* find_kernel(const BwdParams& params) {
   for (const BwdKernel* kernel : kKernels) {
@@ -50,7 +52,7 @@ std::string check_served(const BwdParams& params) {
     return dims + "; sm90 serves positive multiples of 8" + elsewhere;
   }
   const BwdKernel* kernel = find_kernel(params);
-  if (kernel == nullptr) return dims + "; the sm90 backward has no kernel for it" + elsewhere;
+  if (kernel == nullptr) return dims + "; sm90 serves head dims up to 256" + elsewhere;
   if (params.mask.is_causal &&
       (params.mask.form == BoundForm::kOuter2 || params.mask.form == BoundForm::kBoth4)) {
     return "is_causal=1 with upper bounds; sm90 serves the causal rule with lower bounds only" +
@@ -68,12 +70,19 @@ std::string check_served(const BwdParams& params) {
   return "";
 }
 
-// Heads whose dQ sums are open at a time. Work is claimed head by head, so `kWorkers` CTAs hold
-// tiles of kWorkers / num_k_tiles heads; as many again let the fast ones run ahead of a slow one.
-constexpr int64_t kWorkers = 160;
+// Heads whose dQ sums are open at a time. Work is claimed head by head, a head's slot is free when
+// its last sum was converted, about 24 steps after its last key tile ended, and no CTA should wait
+// for that: the slots must hold the key tiles that 132 CTAs begin meanwhile, which have at least two
+// steps a query head. Measured on an H200 at 8K (64 key tiles a head), window / causal: 4 slots 15.3
+// / 108 ms, 7 12.5 / 65, 16 10.4 / 44, 24 10.7 / 45, all 512 heads 11.0 / 45.
 int64_t ring_heads(const BwdParams& params, int64_t num_k_tiles) {
-  const int64_t num_heads = int64_t{params.shape.b} * params.shape.h_kv;
-  return std::min(num_heads, 2 + div_up(2 * kWorkers, num_k_tiles));
+  const Shape& shape = params.shape;
+  const int64_t num_heads = int64_t{shape.b} * shape.h_kv;
+  const int64_t open_tiles = 200 + 1400 / (shape.h_q / shape.h_kv);
+#ifdef FM3_DEV
+  if (getenv("RING")) return std::min(num_heads, (int64_t)atoi(getenv("RING")));
+#endif
+  return std::min(num_heads, 1 + div_up(open_tiles, num_k_tiles));
 }
 
 // Lays the workspace out from `base` (may be nullptr); returns its bytes.
@@ -99,13 +108,13 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   take(&args->tile_steps, num_masks * num_k_tiles);
   take(&args->turns, params.is_deterministic ? num_masks * num_k_tiles * num_q_tiles : 0);
   take(&args->lse_log2, num_rows);
-  take(&args->delta, num_rows);
+  take(&args->minus_delta, num_rows);
   const int64_t zeroed_begin = offset;
   take(&args->next_work, 1);
   take(&args->visits, num_masks * num_q_tiles);
   take(&args->shared_rows, num_masks);
   take(&args->head_done, int64_t{shape.b} * shape.h_kv);
-  take(&args->ring_counts, ring_tiles);
+  take(&args->ring_counts, ring_tiles * kernel.dq_parts);
   take(&args->dq_ring, ring_tiles * kBlockQ * kernel.dim_qk);
   in->zeroed = base + zeroed_begin;
   in->zeroed_bytes = offset - zeroed_begin;
@@ -157,7 +166,7 @@ std::string make_tensor_maps(const BwdParams& params, const BwdKernel& kernel, K
     const void* data;
     const Strides& stride;
     int32_t s, h, d, rows;
-  } inputs[] = {
+  } mapped[] = {
       {&args->map_q, "q", params.q, params.stride_q, shape.s_q, shape.h_q, shape.d_qk, kBlockQ},
       {&args->map_k, "k", params.k, params.stride_k, shape.s_k, shape.h_kv, shape.d_qk,
        kernel.block_k},
@@ -165,8 +174,10 @@ std::string make_tensor_maps(const BwdParams& params, const BwdKernel& kernel, K
        kernel.block_k},
       {&args->map_dout, "dout", params.dout, params.stride_dout, shape.s_q, shape.h_q, shape.d_v,
        kBlockQ},
+      {&args->map_dk, "dk", params.dk, params.stride_dk, shape.s_k, shape.h_kv, shape.d_qk, 64},
+      {&args->map_dv, "dv", params.dv, params.stride_dv, shape.s_k, shape.h_kv, shape.d_v, 64},
   };
-  for (const auto& input : inputs) {
+  for (const auto& input : mapped) {
     const std::string error =
         sm90::make_tensor_map(input.map, input.name, params.dtype, input.data, input.stride, shape.b,
                               input.s, input.h, input.d, input.rows);
@@ -178,9 +189,7 @@ std::string make_tensor_maps(const BwdParams& params, const BwdKernel& kernel, K
     const Strides& stride;
     int32_t s, h;
   } others[] = {{"out", params.out, params.stride_out, shape.s_q, shape.h_q},
-                {"dq", params.dq, params.stride_dq, shape.s_q, shape.h_q},
-                {"dk", params.dk, params.stride_dk, shape.s_k, shape.h_kv},
-                {"dv", params.dv, params.stride_dv, shape.s_k, shape.h_kv}};
+                {"dq", params.dq, params.stride_dq, shape.s_q, shape.h_q}};
   for (const auto& other : others) {
     const std::string error = sm90::check_vector_access(other.name, other.data, other.stride,
                                                         shape.b, other.s, other.h);

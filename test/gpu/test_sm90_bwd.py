@@ -129,6 +129,16 @@ def test_wide(backend: Sm90Backward, kind: str, d: int, heads: tuple[int, int]) 
     check(case.name, inputs, GpuMask.of(case), backend.backward(inputs, GpuMask.of(case)))
 
 
+@pytest.mark.parametrize("d", [(192, 128), (192, 192), (160, 128), (256, 256), (136, 200)])
+@pytest.mark.parametrize("kind", ["causal", "documents", "global_window"])
+def test_wide_heads(backend: Sm90Backward, kind: str, d: tuple[int, int]) -> None:
+    case = replace(wide_case(kind, s=700), d_qk=d[0], d_v=d[1])
+    inputs = make_inputs(case, torch.bfloat16)
+    for is_deterministic in (False, True):
+        got = backend.backward(inputs, GpuMask.of(case), is_deterministic=is_deterministic)
+        check(f"{case.name} {d}", inputs, GpuMask.of(case), got)
+
+
 def test_ring_is_reused(backend: Sm90Backward) -> None:
     """More heads than the ring holds: each slot serves several heads in turn."""
     case = wide_case("causal", s=2048, b=4, heads=(32, 32))

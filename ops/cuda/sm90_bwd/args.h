@@ -15,7 +15,8 @@ constexpr int kBlockQ = 64;                // rows of a step
 constexpr int kHullK = sm90::kHullCols;    // keys of one hull (a 64-key tile uses half of one)
 
 struct KernelArgs {
-  CUtensorMap map_q, map_k, map_v, map_dout;  // (d, s, h, b), boxes of 64 columns, 128-byte swizzle
+  // (d, s, h, b), boxes of 64 columns, 128-byte swizzle; of dk and dv 64 rows.
+  CUtensorMap map_q, map_k, map_v, map_dout, map_dk, map_dv;
   Shape shape;
   MaskView mask;                        // the caller's
   int32_t group;                        // h_q / h_kv
@@ -31,14 +32,14 @@ struct KernelArgs {
   int32_t* tile_steps;      // [b, h_mask, num_k_tiles] visited row tiles
   uint16_t* turns;          // [b, h_mask, num_k_tiles, num_q_tiles]; deterministic only
   float* lse_log2;          // [b, h_q, num_q_tiles * kBlockQ]; +inf in a hidden row
-  float* delta;             // likewise, sum(dO * O) - dlse
+  float* minus_delta;       // likewise, dlse - sum(dO * O)
   // All zero at first:
   int32_t* next_work;
   int32_t* visits;          // [b, h_mask, num_q_tiles] visiting key tiles
   int32_t* shared_rows;     // [b, h_mask] row tiles with more than one visitor
   int32_t* head_done;       // [b * h_kv] shared row tiles converted
-  int32_t* ring_counts;     // [ring_heads, group, num_q_tiles]
-  float* dq_ring;           // [ring_heads, group, num_q_tiles, kBlockQ * dim]
+  int32_t* ring_counts;     // [ring_heads, group, num_q_tiles, dq_parts]
+  float* dq_ring;           // [ring_heads, group, num_q_tiles, dq_parts, kBlockQ * dim / dq_parts]
   // Outputs, strided:
   void* dq;
   void* dk;
@@ -70,10 +71,12 @@ cudaError_t fill_zero(void* data, const Strides& stride, int64_t b, int64_t s, i
 struct BwdKernel {
   DType dtype;
   int32_t dim_qk, dim_v;
-  int32_t block_k;  // keys of a work item
+  int32_t block_k;   // keys of a work item
+  int32_t dq_parts;  // sums a row tile has in the ring
   cudaError_t (*launch)(const KernelArgs& args, int32_t num_ctas, cudaStream_t stream);
 };
 
-extern const BwdKernel kBwdD64Bf16, kBwdD128Bf16, kBwdD64Fp16, kBwdD128Fp16;
+extern const BwdKernel kBwdD64Bf16, kBwdD128Bf16, kBwdD192V128Bf16, kBwdD192Bf16, kBwdD256Bf16,
+    kBwdD64Fp16, kBwdD128Fp16, kBwdD192V128Fp16, kBwdD192Fp16, kBwdD256Fp16;
 
 }  // namespace fm3::sm90_bwd

@@ -24,20 +24,24 @@ namespace fm3::sm90_bwd {
 using ptx::Barrier;
 using sm90::ColumnHull;
 
-constexpr int kNumStages = 2;       // of Q and of dO
-constexpr int kNumInfo = 8;         // steps remembered; > kNumStages + what the dQ writer may lag
-constexpr int kNumEvents = 8;       // finished dQ parts waiting for the converter warps
+constexpr int kNumInfo = 8;         // steps remembered; > C::kQStages + what the dQ writer may lag
+constexpr int kNumEvents = 16;      // finished dQ parts waiting for the converter warps
+constexpr int kBackBuffers = 3;     // pieces of a finished dQ sum on their way to a converter
 constexpr int kNumConsumerWarps = 8;
 constexpr int kNumThreads = 384;    // warpgroup 0: loader, dQ writer, 2 converters; 1 and 2: products
 constexpr int kLoaderWarp = 0, kWriterWarp = 1, kConverterWarp = 2;
 // 128 * 40 + 256 * 232 = 64512 = 384 * 168, what the launch hands out.
 constexpr int kHelperRegs = 24, kConsumerRegs = 240;
 constexpr int kStepBarrier = 1;     // named barrier of the two consumer warpgroups
+constexpr int kGroupBarrier = 2;    // and 3: of each of them
 constexpr float kLog2E = 1.4426950408889634f;
 
 // What a key tile is about. num_steps < 0: no more work.
 struct TileInfo {
   int32_t b_idx, h_kv_idx, k_tile_idx, num_steps;
+  // The ring slot of the head: its first row of tiles less h_kv_idx * group, so that h_q_idx can be
+  // added; the head that had it before (< 0: none) and how many of its sums must be converted.
+  int32_t ring_row, ring_before, ring_before_sums;
 };
 
 // One step: written by the loader, read by consumers and the dQ writer.
@@ -52,7 +56,7 @@ constexpr uint32_t kStepPartial = 1, kStepBoundsSlot = 2;
 // A dQ part that has been added to the ring: the converter counts it and converts after the last.
 struct DqEvent {
   int32_t b_idx, h_q_idx, q_tile_idx, num_visits;  // num_visits == 0: no more events
-  int32_t ring_tile_idx, head_idx;                 // head_idx = b_idx * h_kv + h_kv_idx
+  int32_t ring_sum_idx, part_idx;
 };
 
 // Index of the mask that query head h_q_idx of batch entry b_idx obeys, in [0, b * h_mask).
@@ -61,18 +65,51 @@ __device__ __forceinline__ int32_t mask_index(const KernelArgs& args, int32_t b_
   return b_idx * args.mask.h_mask + h_q_idx / (args.shape.h_q / args.mask.h_mask);
 }
 
-// Each consumer warpgroup owns 64 of 128 keys (d <= 128).
+// d <= 128: each consumer warpgroup owns 64 of 128 keys and all columns of their dK and dV.
 template <class T_, int kDim_, int kDimV_>
 struct Config {
   using T = T_;
+  static constexpr bool kSplitsColumns = false;
   static constexpr int kDim = kDim_;    // d_qk, d_v rounded up to what is computed
   static constexpr int kDimV = kDimV_;
   static constexpr int kBlockK = 128;
-  static constexpr int kDqFloats = kBlockQ * kDim;         // one row tile of dQ
-  static constexpr int kDqBytes = kDqFloats * 4;
-  static constexpr int kQBytes = kBlockQ * kDim * 2, kDoutBytes = kBlockQ * kDimV * 2;
-  static constexpr int kKBytes = kBlockK * kDim * 2, kVBytes = kBlockK * kDimV * 2;
+  // Q is needed half a step earlier than dO (for the next S) and released half a step later (after
+  // dK): two stages would leave its load less time than it takes.
+  static constexpr int kQStages = 3, kDoutStages = 2;
+  static constexpr int kDsBuffers = 2;
+  static constexpr int kDqParts = 1;
   static_assert(kDim % 64 == 0 && kDimV % 64 == 0, "tiles are panels of 64 columns");
+};
+
+// d > 128: dK and dV of 64 keys need 512 registers a thread of one warpgroup, so each consumer
+// warpgroup owns half of the columns of dK, dV and dQ, and half of the rows of S and dP.
+template <class T_, int kDim_, int kDimV_>
+struct WideConfig {
+  using T = T_;
+  static constexpr bool kSplitsColumns = true;
+  static constexpr int kDim = kDim_;
+  static constexpr int kDimV = kDimV_;
+  static constexpr int kBlockK = 64;
+  static constexpr int kQStages = 2, kDoutStages = kDim + kDimV > 384 ? 1 : 2;  // what fits
+  static constexpr int kDsBuffers = 1;
+  static constexpr int kDqParts = 2;  // staged one after the other: 32 KB hold one
+  static_assert(kDim % 64 == 0 && kDimV % 64 == 0, "tiles are panels of 64 columns");
+};
+
+// Derived sizes.
+template <class C>
+struct Sizes {
+  static constexpr int kQBytes = kBlockQ * C::kDim * 2, kDoutBytes = kBlockQ * C::kDimV * 2;
+  static constexpr int kKBytes = C::kBlockK * C::kDim * 2, kVBytes = C::kBlockK * C::kDimV * 2;
+  static constexpr int kDsBytes = C::kBlockK * kBlockQ * 2;
+  static constexpr int kPartFloats = kBlockQ * C::kDim / C::kDqParts;  // staged dQ, one ring sum
+  static constexpr int kUnitFloats = kPartFloats / 8;                  // see dq.cuh
+  static constexpr int kUnitBlocks = C::kDim / C::kDqParts / 16;       // 8-column blocks of a unit
+  static constexpr int kPiecePairs = kUnitBlocks % 4 == 0 ? 2 : kUnitBlocks / 2;
+  static constexpr int kUnitPieces = kUnitBlocks / (2 * kPiecePairs);
+  static constexpr int kPieces = 8 * kUnitPieces;                      // of a part
+  static constexpr int kPieceFloats = kPartFloats / kPieces;           // what a converter fetches
+  static constexpr int kDqArrivals = kNumConsumerWarps / C::kDqParts;
 };
 
 // name              arrivals        signalled by      waited by             then it is safe to
@@ -80,34 +117,39 @@ struct Config {
 // tile_empty[2]     8 + 1           consumers, writer loader                overwrite tile[.]
 // k_full, v_full    1 + bytes       loader (TMA)      consumers             read k, v
 // k_empty, v_empty  8               consumers         loader                overwrite k, v
-// q_full[2]         1 + bytes       loader (TMA)      consumers             read q, lse, info, bounds
-// q_empty[2]        8               consumers         loader                overwrite q, lse
-// dout_full[2]      1 + bytes       loader (TMA)      consumers             read dout, delta
-// dout_empty[2]     8               consumers         loader                overwrite dout, delta
-// dq_full           8               consumers         writer                read dq
-// dq_empty          1               writer            consumers             overwrite dq
-// event_full[8]     1               writer            converter             read event[.]
-// event_empty[8]    1               converter         writer                overwrite event[.]
-// kStepBarrier      256             consumers         consumers             read both halves of ds
+// q_full[.]         1 + bytes       loader (TMA)      consumers             read q, lse, info
+// q_empty[.]        8               consumers         loader                overwrite q, lse
+// dout_full[.]      1 + bytes       loader (TMA)      consumers             read dout, minus_delta, bounds
+// dout_empty[.]     8               consumers         loader                overwrite dout, minus_delta
+// dq_full           8 / parts       consumers         writer                read dq
+// dq_empty[part]    1               writer, converter consumers             overwrite dq with the next
+// dq_back_full[.][.] 1 + bytes      converter (bulk)  that converter        read dq_back[.]
+// event_full[16]    1               writer            converter             read event[.]
+// event_empty[16]   1               converter         writer                overwrite event[.]
+// kStepBarrier      256             consumers         consumers             read both halves of ds; at a
+//                                                                           tile's end: overwrite it
+// kGroupBarrier + g 128             warpgroup g       warpgroup g           store what is in ds[g]
 template <class C>
 struct alignas(1024) Smem {
   typename C::T k[C::kBlockK * C::kDim];                // panels of 64 columns
   typename C::T v[C::kBlockK * C::kDimV];
-  typename C::T q[kNumStages][kBlockQ * C::kDim];
-  typename C::T dout[kNumStages][kBlockQ * C::kDimV];
-  typename C::T ds[2][C::kBlockK * kBlockQ];            // dS^T: a row is a key
-  float dq[C::kDqFloats];                               // accumulator order, see dq.cuh
+  typename C::T q[C::kQStages][kBlockQ * C::kDim];
+  typename C::T dout[C::kDoutStages][kBlockQ * C::kDimV];
+  typename C::T ds[C::kDsBuffers][C::kBlockK * kBlockQ];       // dS^T: a row is a key
+  typename C::T p[C::kSplitsColumns ? C::kBlockK * kBlockQ : 8];  // P^T, if both warpgroups need it
+  float dq[Sizes<C>::kPartFloats];                      // accumulator order, see dq.cuh
+  float dq_back[2][kBackBuffers][Sizes<C>::kPieceFloats];  // pieces of a finished sum, a converter's
   int4 bounds[2][C::kBlockK];
-  float lse_log2[kNumStages][kBlockQ];
-  float delta[kNumStages][kBlockQ];
+  float lse_log2[C::kQStages][kBlockQ];
+  float minus_delta[C::kDoutStages][kBlockQ];
   StepInfo info[kNumInfo];
   TileInfo tile[2];
   DqEvent event[kNumEvents];
   Barrier tile_full[2], tile_empty[2];
   Barrier k_full, v_full, k_empty, v_empty;
-  Barrier q_full[kNumStages], q_empty[kNumStages];
-  Barrier dout_full[kNumStages], dout_empty[kNumStages];
-  Barrier dq_full, dq_empty;
+  Barrier q_full[C::kQStages], q_empty[C::kQStages];
+  Barrier dout_full[C::kDoutStages], dout_empty[C::kDoutStages];
+  Barrier dq_full, dq_empty[C::kDqParts], dq_back_full[2][kBackBuffers];
   Barrier event_full[kNumEvents], event_empty[kNumEvents];
 };
 

@@ -3,25 +3,31 @@
 // the columns of dQ, for which both halves of dS meet in shared memory once a step.
 //
 // Order of one step i, chosen so that the tensor cores always have a product queued while the
-// softmax arithmetic runs (S of step i was computed during step i - 1):
-//     issue dP_i | P_i = exp2(S_i ...) | issue dV | dS_i = P (dP - delta) | issue S_{i+1}
-//     store dS_i, meet | issue dQ_i, dK | store dQ_i while dK runs
+// arithmetic of a warpgroup runs (both warpgroups run in step: they meet once a step):
+//     P_i = exp2(S_i scale - lse)                    while dQ_{i-1} and dK_{i-1} run
+//     stage dQ_{i-1} | issue dP_i (on top of -delta), dV_i | hand dQ_{i-1} over
+//     dS_i = P_i dP_i, store                         while dV_i runs
+//     issue S_{i+1} | meet | issue dQ_i, dK_i
+// Shared memory is the floor: 3000 of its cycles a step (d = 128) against 2560 of the products.
 #pragma once
+
+#include <type_traits>
 
 #include "config.cuh"
 #include "dq.cuh"
 
 namespace fm3::sm90_bwd {
 
-// D[64, N] = A[64, kDepth] B[N, kDepth]^T, both with their depth contiguous in panels of 64.
+// D[64, N] (+)= A[64, kDepth] B[N, kDepth]^T, both with their depth contiguous in panels of 64.
 template <int N, int kDepth, int kRowsA, int kRowsB, class T>
 __device__ __forceinline__ void gemm_depth_major(float (&d)[N / 2], uint64_t desc_a,
-                                                 uint64_t desc_b) {
+                                                 uint64_t desc_b, bool accumulates) {
 #pragma unroll
   for (int k_step = 0; k_step < kDepth / 16; ++k_step) {
     const int panel = k_step / 4, inside = k_step % 4 * 32;
     ptx::Wgmma<N, T>::ss(d, ptx::advance(desc_a, panel * kRowsA * 128 + inside),
-                         ptx::advance(desc_b, panel * kRowsB * 128 + inside), k_step != 0);
+                         ptx::advance(desc_b, panel * kRowsB * 128 + inside),
+                         k_step != 0 || accumulates);
   }
 }
 
@@ -37,16 +43,25 @@ __device__ __forceinline__ void gemm_from_registers(float (&d)[N / 2], const uin
   }
 }
 
+// Four 8x8 matrices to shared memory, this lane giving the address of one row.
+__device__ __forceinline__ void store_matrices(uint32_t smem_row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_row),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // Scores that the bounds hide become -inf. x[4 j + 2 i + e]: key i of the thread's two, row
 // q_first + 8 j + e.
-__device__ __forceinline__ void hide(float (&x)[32], const int4* bounds, int32_t q_first) {
+template <int kBlocks>
+__device__ __forceinline__ void hide(float (&x)[4 * kBlocks], const int4* bounds,
+                                     int32_t q_first) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int4 rows = bounds[8 * i];
     const int32_t lt_begin = rows.x - q_first, ut_begin = rows.z - q_first;
     const uint32_t lt_rows = rows.y - rows.x, ut_rows = rows.w - rows.z;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
+    for (int j = 0; j < kBlocks; ++j) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int32_t q = 8 * j + e;
@@ -58,26 +73,114 @@ __device__ __forceinline__ void hide(float (&x)[32], const int4* bounds, int32_t
   }
 }
 
-// Writes a warpgroup's [64, kDim] accumulator to its rows of dK or dV. `tile` is read here, from
-// shared memory, so that no address of it is held in registers before.
-template <class T, int kBlockK, int kDim>
-__device__ __forceinline__ void store_gradient(const float (&acc)[kDim / 2], float scale,
-                                               const volatile TileInfo& tile, void* base,
-                                               const Strides& stride, int32_t s_k, int32_t d) {
-  int32_t k_idx = tile.k_tile_idx * kBlockK + (threadIdx.x - 128) / 32 * 16 + threadIdx.x % 32 / 4;
+// Writes a warpgroup's [64, N] accumulator to columns d_begin ... of its rows of dK or dV, the first
+// being k_first of the key tile. `tile` is read here, from shared memory, so that no address of it is
+// held in registers before.
+template <class C, int N>
+__device__ __forceinline__ void store_gradient(const float (&acc)[N / 2], float scale,
+                                               const volatile TileInfo& tile, int32_t k_first,
+                                               void* base, const Strides& stride, int32_t s_k,
+                                               int32_t d_begin, int32_t d) {
+  using T = typename C::T;
+  int32_t k_idx =
+      tile.k_tile_idx * C::kBlockK + k_first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   T* row = static_cast<T*>(base) + tile.b_idx * stride.b + tile.h_kv_idx * stride.h +
-           k_idx * stride.s;
+           k_idx * stride.s + d_begin;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
-    for (int pair = 0; pair < kDim / 16; ++pair) {
+    for (int pair = 0; pair < N / 16; ++pair) {
       const float* x = acc + 8 * pair + 2 * i;
       store_block_pair<T>(row, pair, ptx::pack2<T>(x[0] * scale, x[1] * scale),
-                          ptx::pack2<T>(x[4] * scale, x[5] * scale), k_idx < s_k, d);
+                          ptx::pack2<T>(x[4] * scale, x[5] * scale), k_idx < s_k, d - d_begin);
     }
     k_idx += 8;
     row += 8 * stride.s;
   }
+}
+
+// Writes a warpgroup's [64, kDim] accumulator as two-byte elements to its rows of dK or dV: by way
+// of `staged` ([64, kDim], panels of 64 columns, swizzled) and TMA, which drops what lies outside.
+// The caller sees to it that `staged` is free; TMA reads it until the thread's bulk group is done.
+template <class C, int kDim>
+__device__ __forceinline__ void store_gradient_tma(const float (&acc)[kDim / 2], float scale,
+                                                   typename C::T* staged, const CUtensorMap* map,
+                                                   const volatile TileInfo& tile,
+                                                   int32_t group_idx) {
+  using T = typename C::T;
+  const int32_t lane = threadIdx.x % 32;
+  const int32_t row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+  const uint32_t address = ptx::smem_addr(staged) + row * 128 + ((lane >> 4) ^ (lane & 7)) * 16;
+#pragma unroll
+  for (int pair = 0; pair < kDim / 16; ++pair) {
+    uint32_t r[4];
+#pragma unroll
+    for (int idx = 0; idx < 4; ++idx) {
+      r[idx] = ptx::pack2<T>(acc[8 * pair + 2 * idx] * scale, acc[8 * pair + 2 * idx + 1] * scale);
+    }
+    store_matrices((address ^ (pair % 4 * 32)) + pair / 4 * (64 * 128), r);
+  }
+  ptx::fence_proxy_async();
+  ptx::named_barrier_sync(kGroupBarrier + group_idx, 128);
+  if (threadIdx.x % 128 == 0) {
+#pragma unroll
+    for (int panel = 0; panel < kDim / 64; ++panel) {
+      ptx::tma_store_4d(map, staged + panel * 64 * 64, panel * 64,
+                        tile.k_tile_idx * C::kBlockK + group_idx * 64, tile.h_kv_idx, tile.b_idx);
+    }
+    ptx::bulk_commit();
+  }
+}
+
+// The thread's scores of step `count` turn into P = exp2(S * scale - lse), log2 throughout. A hidden
+// row has lse = +inf, hence P = 0.
+template <class C>
+__device__ __forceinline__ void scores_to_p(float (&x)[32], const Smem<C>& smem, uint32_t count,
+                                            float scale_log2) {
+  const int32_t lane = threadIdx.x % 32;
+  const StepInfo& info = smem.info[count % kNumInfo];
+  const float* lse = smem.lse_log2[count % C::kQStages] + 2 * (lane % 4);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float2 row = *reinterpret_cast<const float2*>(lse + 8 * j);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      x[4 * j + 2 * i] = fmaf(x[4 * j + 2 * i], scale_log2, -row.x);
+      x[4 * j + 2 * i + 1] = fmaf(x[4 * j + 2 * i + 1], scale_log2, -row.y);
+    }
+  }
+  const uint32_t flags = info.flags;
+  if (flags & kStepPartial) {
+    const int32_t key = (threadIdx.x - 128) / 32 * 16 + lane / 4;
+    hide<8>(x, smem.bounds[flags & kStepBoundsSlot ? 1 : 0] + key,
+            info.q_tile_idx * kBlockQ + 2 * (lane % 4));
+  }
+#pragma unroll
+  for (int idx = 0; idx < 32; ++idx) x[idx] = ptx::exp2_approx(x[idx]);
+}
+
+// Stores this warpgroup's half of the dQ of step `count` where the writer takes it from.
+template <class C>
+__device__ __forceinline__ void stage_dq(const float (&acc_dq)[C::kDim / 4], Smem<C>& smem,
+                                         uint32_t count) {
+  // Unit (half, warp) is that of the consumer warp, counted over both warpgroups.
+  float4* const piece =
+      reinterpret_cast<float4*>(smem.dq + (threadIdx.x - 128) / 32 * Sizes<C>::kUnitFloats) +
+      threadIdx.x % 32;
+  RingPos<1> dq_pos;
+  dq_pos.count = count;
+  ptx::mbar_wait(&smem.dq_empty[0], dq_pos.write_parity());
+#pragma unroll
+  for (int block = 0; block < C::kDim / 16; ++block) {
+    piece[block * 32] = make_float4(acc_dq[4 * block], acc_dq[4 * block + 1], acc_dq[4 * block + 2],
+                                    acc_dq[4 * block + 3]);
+  }
+}
+template <class C>
+__device__ __forceinline__ void hand_over_dq(Smem<C>& smem) {
+  ptx::fence_proxy_async();
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) ptx::mbar_arrive(&smem.dq_full);
 }
 
 template <class C>
@@ -85,8 +188,7 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
                                              const int32_t group_idx) {
   using T = typename C::T;
   constexpr int kDqN = C::kDim / 2;  // columns of dQ of one warpgroup
-  const int32_t thread = threadIdx.x % 128;
-  const int32_t warp = thread / 32, lane = thread % 32;
+  const int32_t warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   const bool is_leader = lane == 0;
   const float scale_log2 = args.softmax_scale * kLog2E;
 
@@ -105,25 +207,23 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
   const uint64_t desc_ds = ptx::wgmma_desc_mn(ptx::smem_addr(smem.ds[0]), C::kBlockK * 128);
   const uint64_t desc_ds_own =
       ptx::wgmma_desc(ptx::smem_addr(smem.ds[0]) + group_idx * 64 * kBlockQ * 2);
-  constexpr uint32_t kDsBytes = C::kBlockK * kBlockQ * 2;
+  constexpr uint32_t kDsBytes = Sizes<C>::kDsBytes;
 
   // Where this lane's row of each 8x8 matrix of dS^T goes: 16-byte chunk (lane >> 4) of a key's
   // 128-byte row, swizzled. Chunk 2 k + c of it is at this address ^ 32 k.
   const int32_t ds_key = group_idx * 64 + warp * 16 + lane % 16;
   const uint32_t ds_address =
       ptx::smem_addr(smem.ds[0]) + ds_key * 128 + ((lane >> 4) ^ (lane & 7)) * 16;
-  float4* const dq_piece =
-      reinterpret_cast<float4*>(smem.dq) + group_idx * (C::kDim / 16) * 128 + thread;
 
   RingPos<2> tile_pos;
-  RingPos<kNumStages> step_pos;
+  RingPos<C::kQStages> step_pos;  // of Q; dO and dS take turns with count % 2
   uint32_t num_kv = 0;
   float acc_dk[C::kDim / 2], acc_dv[C::kDimV / 2];
 
   for (;; ++tile_pos.count) {
     ptx::mbar_wait(&smem.tile_full[tile_pos.slot()], tile_pos.parity());
     const int32_t num_steps = smem.tile[tile_pos.slot()].num_steps;
-    if (num_steps < 0) return;
+    if (num_steps < 0) break;
 
     // A tile that no row sees keeps these zeros, and nothing is loaded for it.
 #pragma unroll
@@ -137,56 +237,53 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
       ptx::mbar_wait(&smem.k_full, num_kv & 1);
       ptx::wgmma_fence();
       gemm_depth_major<kBlockQ, C::kDim, C::kBlockK, kBlockQ, T>(
-          acc_s, desc_k, ptx::advance(desc_q, step_pos.slot() * C::kQBytes));
+          acc_s, desc_k, ptx::advance(desc_q, step_pos.slot() * Sizes<C>::kQBytes), false);
       ptx::wgmma_commit();
       ptx::mbar_wait(&smem.v_full, num_kv & 1);
+      // The previous tile's dK has left `ds`, for both warpgroups.
+      if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
+      ptx::named_barrier_sync(kStepBarrier, 256);
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(acc_s);
+      ptx::mbar_wait(&smem.dout_full[step_pos.count % C::kDoutStages],
+                     step_pos.count / C::kDoutStages & 1);  // the bounds come with dO
+      scores_to_p<C>(acc_s, smem, step_pos.count, scale_log2);
 
-#pragma unroll 1
-      for (int32_t step = 0; step < num_steps; ++step) {
+      const auto run_step = [&](bool is_first, auto is_last_constant) __attribute__((always_inline)) {
+        constexpr bool is_last = decltype(is_last_constant)::value;
         const uint32_t slot = step_pos.slot();
-        const bool is_last = step + 1 == num_steps;
-        // In flight here: dK of the previous step.
-        ptx::mbar_wait(&smem.dout_full[slot], step_pos.parity());
-        ptx::wgmma_fence();
-        gemm_depth_major<kBlockQ, C::kDimV, C::kBlockK, kBlockQ, T>(
-            acc_dp, desc_v, ptx::advance(desc_dout, slot * C::kDoutBytes));
-        ptx::wgmma_commit();
+        RingPos<C::kDoutStages> dout_pos;
+        dout_pos.count = step_pos.count;
+        const uint32_t dout_slot = dout_pos.slot();
 
-        // P = exp2(S * scale - lse), log2 throughout. A hidden row has lse = +inf, hence P = 0.
-        const StepInfo& info = smem.info[step_pos.count % kNumInfo];
-        const float* lse = smem.lse_log2[slot] + 2 * (lane % 4);
+        // P is in acc_s. In flight: dK of the previous step.
+        const float* minus_delta = smem.minus_delta[dout_slot] + 2 * (lane % 4);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-          const float2 row = *reinterpret_cast<const float2*>(lse + 8 * j);
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            acc_s[4 * j + 2 * i] = fmaf(acc_s[4 * j + 2 * i], scale_log2, -row.x);
-            acc_s[4 * j + 2 * i + 1] = fmaf(acc_s[4 * j + 2 * i + 1], scale_log2, -row.y);
-          }
+          const float2 row = *reinterpret_cast<const float2*>(minus_delta + 8 * j);
+          acc_dp[4 * j] = acc_dp[4 * j + 2] = row.x;
+          acc_dp[4 * j + 1] = acc_dp[4 * j + 3] = row.y;
         }
-        const uint32_t flags = info.flags;
-        if (flags & kStepPartial) {
-          hide(acc_s,
-               smem.bounds[flags & kStepBoundsSlot ? 1 : 0] + group_idx * 64 + warp * 16 + lane / 4,
-               info.q_tile_idx * kBlockQ + 2 * (lane % 4));
-        }
-#pragma unroll
-        for (int idx = 0; idx < 32; ++idx) acc_s[idx] = ptx::exp2_approx(acc_s[idx]);
-        ptx::wgmma_wait<1>();  // dK of the previous step
-        if (step > 0 && is_leader) ptx::mbar_arrive(&smem.q_empty[slot ^ 1]);
+        ptx::wgmma_fence();
+        gemm_depth_major<kBlockQ, C::kDimV, C::kBlockK, kBlockQ, T>(
+            acc_dp, desc_v, ptx::advance(desc_dout, dout_slot * Sizes<C>::kDoutBytes), true);
+        ptx::wgmma_commit();
 #pragma unroll
         for (int idx = 0; idx < 16; ++idx) {
           reg_p[idx] = ptx::pack2<T>(acc_s[2 * idx], acc_s[2 * idx + 1]);
         }
+        ptx::wgmma_wait<1>();  // dK of the previous step
+        if (!is_first && is_leader) {
+          ptx::mbar_arrive(&smem.q_empty[slot == 0 ? C::kQStages - 1 : slot - 1]);
+        }
         ptx::wgmma_fence();
-        gemm_from_registers<C::kDimV, T>(acc_dv, reg_p,
-                                         ptx::advance(desc_dout_mn, slot * C::kDoutBytes));
+        gemm_from_registers<C::kDimV, T>(
+            acc_dv, reg_p, ptx::advance(desc_dout_mn, dout_slot * Sizes<C>::kDoutBytes));
         ptx::wgmma_commit();
-        ptx::wgmma_wait<1>();  // dP
+        // The fence waits for the stores of the staged dQ: not before there is time for it.
+        if (!is_first) hand_over_dq(smem);
+        ptx::wgmma_wait<1>();  // dP - delta
         ptx::wgmma_pin(acc_dp);
-        if (is_last && is_leader) ptx::mbar_arrive(&smem.v_empty);
 
         // dS^T goes to shared memory 16 rows at a time and stays in no register: dK reads it there too,
         // which costs 4 % more shared-memory reads a step and saves the 16 registers that would
@@ -194,35 +291,28 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
         // Two buffers make one meeting a step enough: whoever stores step i + 1 has met its partner
         // at step i, after the partner's dQ and dK of step i - 1 were complete.
         const uint32_t ds_buffer = step_pos.count & 1;
-        const float* delta = smem.delta[slot] + 2 * (lane % 4);
 #pragma unroll
         for (int k_step = 0; k_step < 4; ++k_step) {
           uint32_t reg_ds[4];
 #pragma unroll
-          for (int j = 0; j < 2; ++j) {
-            const float2 row = *reinterpret_cast<const float2*>(delta + 16 * k_step + 8 * j);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const int idx = 8 * k_step + 4 * j + 2 * i;
-              reg_ds[2 * j + i] = ptx::pack2<T>(acc_s[idx] * (acc_dp[idx] - row.x),
-                                                acc_s[idx + 1] * (acc_dp[idx + 1] - row.y));
-            }
+          for (int idx = 0; idx < 4; ++idx) {
+            const int at = 8 * k_step + 2 * idx;
+            reg_ds[idx] = ptx::pack2<T>(acc_s[at] * acc_dp[at], acc_s[at + 1] * acc_dp[at + 1]);
           }
-          asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                           (ds_address ^ (k_step * 32)) + ds_buffer * kDsBytes),
-                       "r"(reg_ds[0]), "r"(reg_ds[1]), "r"(reg_ds[2]), "r"(reg_ds[3])
-                       : "memory");
+          store_matrices((ds_address ^ (k_step * 32)) + ds_buffer * kDsBytes, reg_ds);
         }
-        ptx::fence_proxy_async();
-        if (!is_last) {
-          RingPos<kNumStages> next_pos = step_pos;
+        if constexpr (is_last) {
+          if (is_leader) ptx::mbar_arrive(&smem.v_empty);
+        } else {
+          RingPos<C::kQStages> next_pos = step_pos;
           ++next_pos.count;
           ptx::mbar_wait(&smem.q_full[next_pos.slot()], next_pos.parity());
           ptx::wgmma_fence();
           gemm_depth_major<kBlockQ, C::kDim, C::kBlockK, kBlockQ, T>(
-              acc_s, desc_k, ptx::advance(desc_q, next_pos.slot() * C::kQBytes));
+              acc_s, desc_k, ptx::advance(desc_q, next_pos.slot() * Sizes<C>::kQBytes), false);
+          ptx::wgmma_commit();
         }
-        ptx::wgmma_commit();
+        ptx::fence_proxy_async();
         ptx::named_barrier_sync(kStepBarrier, 256);
 
         ptx::wgmma_fence();
@@ -237,45 +327,50 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
         for (int k_step = 0; k_step < kBlockQ / 16; ++k_step) {
           ptx::Wgmma<C::kDim, T, false, true>::ss(
               acc_dk, ptx::advance(desc_ds_own, ds_buffer * kDsBytes + k_step * 32),
-              ptx::advance(desc_q_mn, slot * C::kQBytes + k_step * 2048), 1);
+              ptx::advance(desc_q_mn, slot * Sizes<C>::kQBytes + k_step * 2048), 1);
         }
         ptx::wgmma_commit();
-        // In flight: dV, next S, dQ, dK.
-        ptx::wgmma_wait<3>();
-        if (is_leader) ptx::mbar_arrive(&smem.dout_empty[slot]);
-        ptx::wgmma_wait<1>();  // next S and dQ
+        ptx::wgmma_wait<2>();  // dV and the next S; dQ and dK stay in flight
         ptx::wgmma_pin(acc_s);
-        ptx::wgmma_pin(acc_dq);
-        if (is_last && is_leader) ptx::mbar_arrive(&smem.k_empty);
-
-        RingPos<1> dq_pos;
-        dq_pos.count = step_pos.count;
-        ptx::mbar_wait(&smem.dq_empty, dq_pos.write_parity());
-#pragma unroll
-        for (int block = 0; block < C::kDim / 16; ++block) {
-          dq_piece[block * 128] = make_float4(acc_dq[4 * block], acc_dq[4 * block + 1],
-                                              acc_dq[4 * block + 2], acc_dq[4 * block + 3]);
+        if (is_leader) ptx::mbar_arrive(&smem.dout_empty[dout_slot]);
+        if constexpr (!is_last) {
+          const uint32_t next = step_pos.count + 1;
+          ptx::mbar_wait(&smem.dout_full[next % C::kDoutStages], next / C::kDoutStages & 1);
+          scores_to_p<C>(acc_s, smem, next, scale_log2);
         }
-        ptx::fence_proxy_async();
-        __syncwarp();
-        if (is_leader) ptx::mbar_arrive(&smem.dq_full);
+        ptx::wgmma_wait<1>();  // dQ
+        ptx::wgmma_pin(acc_dq);
+        stage_dq<C>(acc_dq, smem, step_pos.count);
         ++step_pos.count;
-      }
+      };
+      // The last step is a copy of its own: a conditional S would make ptxas serialize the products.
+#pragma unroll 1
+      for (int32_t step = 0; step + 1 < num_steps; ++step) run_step(step == 0, std::false_type{});
+      run_step(num_steps == 1, std::true_type{});
+      if (is_leader) ptx::mbar_arrive(&smem.k_empty);
+      hand_over_dq(smem);
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(acc_dk);
       ptx::wgmma_pin(acc_dv);
-      if (is_leader) ptx::mbar_arrive(&smem.q_empty[step_pos.slot() ^ 1]);
+      if (is_leader) ptx::mbar_arrive(&smem.q_empty[(step_pos.count - 1) % C::kQStages]);
       ++num_kv;
     }
 
+    // `ds` is free once both warpgroups' products are complete and the tile before has left it.
     const TileInfo& tile = smem.tile[tile_pos.slot()];
-    store_gradient<T, C::kBlockK, C::kDimV>(acc_dv, 1.f, tile, args.dv, args.stride_dv, args.shape.s_k,
-                                  args.shape.d_v);
-    store_gradient<T, C::kBlockK, C::kDim>(acc_dk, args.softmax_scale, tile, args.dk, args.stride_dk,
-                                  args.shape.s_k, args.shape.d_qk);
+    T* const staged = smem.ds[group_idx];
+    static_assert(C::kBlockK * kBlockQ >= 64 * C::kDim && C::kDim == C::kDimV);
+    if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
+    ptx::named_barrier_sync(kStepBarrier, 256);
+    store_gradient_tma<C, C::kDimV>(acc_dv, 1.f, staged, &args.map_dv, tile, group_idx);
+    if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
+    ptx::named_barrier_sync(kGroupBarrier + group_idx, 128);
+    store_gradient_tma<C, C::kDim>(acc_dk, args.softmax_scale, staged, &args.map_dk, tile, group_idx);
+    // Not yet read: the thread that stored still needs `tile`, but it has passed its read.
     __syncwarp();
     if (is_leader) ptx::mbar_arrive(&smem.tile_empty[tile_pos.slot()]);
   }
+  if (threadIdx.x % 128 == 0) ptx::bulk_wait<0>();
 }
 
 }  // namespace fm3::sm90_bwd

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Warps 1-3: what becomes of each step's part of dQ. See config.cuh for the idea.
 //
-// A part [kBlockQ, d] and the ring's sums are stored in accumulator order, as float4 pieces:
-//     piece (half, block, thread): columns half * d/2 + 8 * block + 2 * (thread % 4) + {0, 1} of
-//     rows 16 * (thread / 32) + thread % 32 / 4 {+ 0: x y, + 8: z w}; thread < 128 is the consumer's.
-// so that consumers store without bank conflicts and the bulk reduction sees one flat array.
+// A step's dQ is staged in parts (one of all columns, or one a consumer warpgroup), a part in
+// accumulator order: 8 units [unit blocks][32 lanes] of float4. Unit u, block, lane:
+//     columns of the part: (u / 4) * half of them + 8 * block + 2 * (lane % 4) + {0, 1}
+//     of row 16 * (u % 4) + lane / 4 (x y) and of the row 8 below (z w)
+// so that consumers store without bank conflicts and the bulk copies see flat arrays. The ring holds
+// one sum a part, in the same order.
 //
 // Claim:      every output row tile is written once, by the sum of all its parts, and the ring is
 //             all zeros when head_done says that a head has left it.
-// Because:    a part is counted (acq_rel) only after its reduction completed, so the one who counts
+// Because:    a part is counted only after its reduction completed in L2, so the one who counts
 //             the last part sees all of them; it zeroes the sum before it counts the tile as done,
 //             and a new head's first reduction waits for all the tiles of the head it follows.
 // Breaks if:  visits disagrees with the loader's walk, or a key tile is claimed out of order (the
@@ -24,6 +26,14 @@ __device__ __forceinline__ int32_t load_acquire(const int32_t* address) {
   int32_t value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
+}
+__device__ __forceinline__ int32_t add_relaxed(int32_t* address, int32_t value) {
+  int32_t old;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(address), "r"(value)
+               : "memory");
+  return old;
 }
 __device__ __forceinline__ int32_t add_acq_rel(int32_t* address, int32_t value) {
   int32_t old;
@@ -49,11 +59,10 @@ __device__ __forceinline__ void wait_at_least(const int32_t* address, int32_t va
 #endif
 }
 
-// Index of a row tile's sum and counter in the ring.
-__device__ __forceinline__ int32_t ring_tile(const KernelArgs& args, int32_t head_idx,
-                                             int32_t h_q_idx, int32_t q_tile_idx) {
-  return (head_idx % args.ring_heads * args.group + h_q_idx % args.group) * args.num_q_tiles +
-         q_tile_idx;
+// Key/value head of a query head, counted over the batch: the order in which work is claimed.
+__device__ __forceinline__ int32_t head_index(const KernelArgs& args, int32_t b_idx,
+                                              int32_t h_q_idx) {
+  return b_idx * args.shape.h_kv + h_q_idx / args.group;
 }
 
 // Stores one packed fragment row pair: `left` holds two columns of block 2 p, `right` of 2 p + 1.
@@ -74,128 +83,169 @@ __device__ __forceinline__ void store_block_pair(T* row, int32_t block_pair, uin
   }
 }
 
-// Converts a whole row tile from pieces at `source` (shared memory or the ring) to dq. One warp.
-template <class C, bool kFromRing>
-__device__ __forceinline__ void convert_row_tile(const KernelArgs& args, float4* source,
-                                                 int32_t b_idx, int32_t h_q_idx,
-                                                 int32_t q_tile_idx) {
-  using T = typename C::T;
-  constexpr int kPairs = C::kDim / 32;  // pairs of 8-column blocks in one half
-  const int32_t lane = threadIdx.x % 32;
-  T* const head = static_cast<T*>(args.dq) + b_idx * args.stride_dq.b + h_q_idx * args.stride_dq.h;
-  const float scale = args.softmax_scale;
-#pragma unroll 1
-  for (int32_t group = 0; group < 8; ++group) {  // (half, consumer warp)
-    const int32_t half = group / 4, warp = group % 4;
-    const int32_t q_idx = q_tile_idx * kBlockQ + warp * 16 + lane / 4;
-    float4* const pieces = source + half * (C::kDim / 16) * 128 + warp * 32 + lane;
-    T* const row = head + q_idx * args.stride_dq.s + half * (C::kDim / 2);
-    const int32_t d_left = args.shape.d_qk - half * (C::kDim / 2);
-#pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) {
-      float4 left, right;
-      if (kFromRing) {
-        left = __ldcg(pieces + 2 * pair * 128);
-        right = __ldcg(pieces + (2 * pair + 1) * 128);
-      } else {
-        left = pieces[2 * pair * 128];
-        right = pieces[(2 * pair + 1) * 128];
-      }
-      store_block_pair<T>(row, pair, ptx::pack2<T>(left.x * scale, left.y * scale),
-                          ptx::pack2<T>(right.x * scale, right.y * scale),
-                          q_idx < args.shape.s_q, d_left);
-      store_block_pair<T>(row + 8 * args.stride_dq.s, pair,
-                          ptx::pack2<T>(left.z * scale, left.w * scale),
-                          ptx::pack2<T>(right.z * scale, right.w * scale),
-                          q_idx + 8 < args.shape.s_q, d_left);
-    }
-    if (kFromRing) {
-#pragma unroll
-      for (int block = 0; block < 2 * kPairs; ++block) {
-        __stcg(pieces + block * 128, make_float4(0.f, 0.f, 0.f, 0.f));
-      }
-    }
-  }
-}
-
+// Converts one piece (`kPiecePairs` block pairs of a unit) of a staged part at `source` in shared
+// memory to dq. One warp.
 template <class C>
-__device__ __forceinline__ void run_dq_writer(const KernelArgs& args, Smem<C>& smem) {
-  const bool is_leader = threadIdx.x % 32 == 0;
-  RingPos<2> tile_pos;
-  RingPos<1> dq_pos;
-  RingPos<kNumEvents> event_pos;
-  for (;; ++tile_pos.count) {
-    ptx::mbar_wait(&smem.tile_full[tile_pos.slot()], tile_pos.parity());
-    const TileInfo tile = smem.tile[tile_pos.slot()];
-    __syncwarp();
-    if (is_leader) ptx::mbar_arrive(&smem.tile_empty[tile_pos.slot()]);
-    if (tile.num_steps < 0) break;
-    const int32_t head_idx = tile.b_idx * args.shape.h_kv + tile.h_kv_idx;
-    bool is_ring_ours = head_idx < args.ring_heads;
-
-    for (int32_t step = 0; step < tile.num_steps; ++step, ++dq_pos.count) {
-      ptx::mbar_wait(&smem.dq_full, dq_pos.parity());
-      const StepInfo info = smem.info[dq_pos.count % kNumInfo];
-      const int32_t num_visits = info.visits_order & 0xFFFF;
-      if (num_visits == 1) {
-        convert_row_tile<C, false>(args, reinterpret_cast<float4*>(smem.dq), tile.b_idx,
-                                   info.h_q_idx, info.q_tile_idx);
-        __syncwarp();
-        if (is_leader) ptx::mbar_arrive(&smem.dq_empty);
-        continue;
-      }
-      if (is_leader) {
-        if (!is_ring_ours) {
-          const int32_t before = head_idx - args.ring_heads;
-          int32_t shared_rows = 0;
-          for (int32_t g_idx = 0; g_idx < args.group; ++g_idx) {
-            shared_rows += args.shared_rows[mask_index(
-                args, before / args.shape.h_kv, before % args.shape.h_kv * args.group + g_idx)];
-          }
-          wait_at_least(args.head_done + before, shared_rows);
-        }
-        const int32_t tile_idx = ring_tile(args, head_idx, info.h_q_idx, info.q_tile_idx);
-        if (args.is_deterministic) {
-          wait_at_least(args.ring_counts + tile_idx, info.visits_order >> 16);
-        }
-        fence_proxy_async_all();
-        ptx::bulk_reduce_add_f32(args.dq_ring + static_cast<int64_t>(tile_idx) * C::kDqFloats,
-                                 smem.dq, C::kDqBytes);
-        ptx::bulk_commit();
-        ptx::bulk_wait_read<0>();
-        ptx::mbar_arrive(&smem.dq_empty);
-        ptx::bulk_wait<0>();
-        fence_proxy_async_all();
-        bool is_event = true;
-        if (args.is_deterministic) {  // the next in turn waits for this count, so it comes first
-          is_event = add_acq_rel(args.ring_counts + tile_idx, 1) == num_visits - 1;
-        }
-        if (is_event) {
-          ptx::mbar_wait(&smem.event_empty[event_pos.slot()], event_pos.write_parity());
-          smem.event[event_pos.slot()] = {tile.b_idx, info.h_q_idx, info.q_tile_idx,
-                                          num_visits, tile_idx,     head_idx};
-          ptx::mbar_arrive(&smem.event_full[event_pos.slot()]);
-          ++event_pos.count;
-        }
-      }
-      is_ring_ours = true;
-      __syncwarp();
-    }
-  }
-  if (is_leader) {  // one end for each converter warp: they take events in turn
-    for (int32_t end = 0; end < 2; ++end, ++event_pos.count) {
-      ptx::mbar_wait(&smem.event_empty[event_pos.slot()], event_pos.write_parity());
-      smem.event[event_pos.slot()].num_visits = 0;
-      ptx::mbar_arrive(&smem.event_full[event_pos.slot()]);
-    }
+__device__ __forceinline__ void convert_piece(const KernelArgs& args, const float* source,
+                                              int32_t piece_idx, const DqEvent& event) {
+  using T = typename C::T;
+  constexpr int kPairs = Sizes<C>::kPiecePairs;
+  const int32_t lane = threadIdx.x % 32;
+  const int32_t unit_idx = piece_idx / Sizes<C>::kUnitPieces;
+  const int32_t d_begin =
+      (event.part_idx * 2 + unit_idx / 4) * Sizes<C>::kUnitBlocks * 8 +
+      piece_idx % Sizes<C>::kUnitPieces * (kPairs * 16);
+  const int32_t q_idx = event.q_tile_idx * kBlockQ + unit_idx % 4 * 16 + lane / 4;
+  T* const row = static_cast<T*>(args.dq) + event.b_idx * args.stride_dq.b +
+                 event.h_q_idx * args.stride_dq.h + q_idx * args.stride_dq.s + d_begin;
+  const float scale = args.softmax_scale;
+#pragma unroll
+  for (int pair = 0; pair < kPairs; ++pair) {
+    const float4 left = reinterpret_cast<const float4*>(source)[2 * pair * 32 + lane];
+    const float4 right = reinterpret_cast<const float4*>(source)[(2 * pair + 1) * 32 + lane];
+    store_block_pair<T>(row, pair, ptx::pack2<T>(left.x * scale, left.y * scale),
+                        ptx::pack2<T>(right.x * scale, right.y * scale), q_idx < args.shape.s_q,
+                        args.shape.d_qk - d_begin);
+    store_block_pair<T>(row + 8 * args.stride_dq.s, pair,
+                        ptx::pack2<T>(left.z * scale, left.w * scale),
+                        ptx::pack2<T>(right.z * scale, right.w * scale),
+                        q_idx + 8 < args.shape.s_q, args.shape.d_qk - d_begin);
   }
 }
+
+// Adds to the ring; its lines should stay in L2 while Q, dO, K and V stream through.
+__device__ __forceinline__ void reduce_to_ring(float* gmem_dst, const float* smem_src,
+                                               uint32_t bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, %3;"
+      ::"l"(gmem_dst), "r"(ptx::smem_addr(smem_src)), "r"(bytes), "l"(ptx::kEvictLast)
+      : "memory");
+}
+
+// Lane 0 of the writer warp. Values are read from shared memory where they are used: registers are
+// few here.
+template <class C>
+class DqWriter {
+ public:
+  __device__ DqWriter(const KernelArgs& args, Smem<C>& smem) : args_(args), smem_(smem) {}
+
+  __device__ __forceinline__ void run() {
+    RingPos<2> tile_pos;
+    RingPos<1> dq_pos;
+    for (;; ++tile_pos.count) {
+      ptx::mbar_wait(&smem_.tile_full[tile_pos.slot()], tile_pos.parity());
+      const volatile TileInfo& tile = smem_.tile[tile_pos.slot()];
+      if (tile.num_steps < 0) break;
+      bool is_ring_ours = false;
+      for (int32_t part = tile.num_steps * C::kDqParts; part > 0; --part, ++dq_pos.count) {
+        ptx::mbar_wait(&smem_.dq_full, dq_pos.parity());
+        part_idx_ = dq_pos.count % C::kDqParts;
+        const volatile StepInfo& info = smem_.info[dq_pos.count / C::kDqParts % kNumInfo];
+        if ((info.visits_order & 0xFFFF) > 1) {
+          if (!is_ring_ours) {
+            wait_for_ring(tile);
+            is_ring_ours = true;
+          }
+          add(tile, info);
+        } else {  // the only part: a converter takes it from where it is, and frees `dq`
+          drain();
+          reserve(tile.b_idx, 0, info);
+          publish();
+        }
+      }
+      ptx::mbar_arrive(&smem_.tile_empty[tile_pos.slot()]);
+      drain();  // no part of a finished tile may wait for what the next tile waits for
+    }
+    for (int32_t end = 0; end < 2; ++end) {  // one for each converter warp: they take turns
+      ptx::mbar_wait(&smem_.event_empty[reserved_.slot()], reserved_.write_parity());
+      smem_.event[reserved_.slot()].num_visits = 0;
+      ++reserved_.count;
+      publish();
+    }
+  }
+
+ private:
+  // The ring slot is free once every sum of the head that had it was converted.
+  __device__ __forceinline__ void wait_for_ring(const volatile TileInfo& tile) {
+    const int32_t before = tile.ring_before;
+    if (before < 0) return;
+    wait_at_least(args_.head_done + before, tile.ring_before_sums);
+    fence_proxy_async_all();
+  }
+
+  __device__ __forceinline__ void add(const volatile TileInfo& tile, const volatile StepInfo& info) {
+    const int32_t b_idx = tile.b_idx;
+    const int32_t sum_idx =
+        ((tile.ring_row + info.h_q_idx) * args_.num_q_tiles + info.q_tile_idx) * C::kDqParts +
+        part_idx_;
+    if (args_.is_deterministic) {
+      wait_at_least(args_.ring_counts + sum_idx, info.visits_order >> 16);
+    }
+    reduce_to_ring(args_.dq_ring + static_cast<int64_t>(sum_idx) * Sizes<C>::kPartFloats, smem_.dq,
+                   Sizes<C>::kPartFloats * 4);
+    ptx::bulk_commit();
+    if (args_.is_deterministic) {
+      ptx::bulk_wait_read<0>();
+      ptx::mbar_arrive(&smem_.dq_empty[part_idx_]);
+      // Complete it at once: the next in turn waits for this count, whatever it is that we do next.
+      ptx::bulk_wait<0>();
+      const int32_t num_visits = info.visits_order & 0xFFFF;
+      if (add_acq_rel(args_.ring_counts + sum_idx, 1) == num_visits - 1) {
+        reserve(b_idx, sum_idx, info);
+        publish();
+      }
+      return;
+    }
+    ptx::bulk_wait_read<0>();
+    ptx::mbar_arrive(&smem_.dq_empty[part_idx_]);
+    reserve(b_idx, sum_idx, info);
+    // The part before this one has had a whole step to complete. (A completed bulk operation is
+    // visible to the thread that waited for it: no proxy fence, which would cost 900 cycles here.)
+    if (has_unpublished_) {
+      ptx::bulk_wait<1>();
+      publish();
+    }
+    has_unpublished_ = true;
+  }
+
+  __device__ __forceinline__ void drain() {
+    if (!has_unpublished_) return;
+    ptx::bulk_wait<0>();
+    publish();
+    has_unpublished_ = false;
+  }
+  __device__ __forceinline__ void reserve(int32_t b_idx, int32_t ring_sum_idx,
+                                          const volatile StepInfo& info) {
+    ptx::mbar_wait(&smem_.event_empty[reserved_.slot()], reserved_.write_parity());
+    volatile DqEvent& event = smem_.event[reserved_.slot()];
+    event.b_idx = b_idx;
+    event.h_q_idx = info.h_q_idx;
+    event.q_tile_idx = info.q_tile_idx;
+    event.num_visits = info.visits_order & 0xFFFF;
+    event.ring_sum_idx = ring_sum_idx;
+    event.part_idx = part_idx_;
+    ++reserved_.count;
+  }
+  __device__ __forceinline__ void publish() {
+    ptx::mbar_arrive(&smem_.event_full[published_.slot()]);
+    ++published_.count;
+  }
+
+  const KernelArgs& args_;
+  Smem<C>& smem_;
+  RingPos<kNumEvents> reserved_, published_;
+  int32_t part_idx_ = 0;
+  bool has_unpublished_ = false;  // one reduction is in flight and its event not yet announced
+};
 
 // Converter warps 0 and 1 take every other event.
 template <class C>
 __device__ __forceinline__ void run_dq_converter(const KernelArgs& args, Smem<C>& smem,
                                                  int32_t converter_idx) {
-  const bool is_leader = threadIdx.x % 32 == 0;
+  constexpr int kPieces = Sizes<C>::kPieces, kPieceFloats = Sizes<C>::kPieceFloats;
+  const int32_t lane = threadIdx.x % 32;
+  const bool is_leader = lane == 0;
+  RingPos<kBackBuffers> back_pos;
   RingPos<kNumEvents> event_pos;
   for (event_pos.count = converter_idx;; event_pos.count += 2) {
     ptx::mbar_wait(&smem.event_full[event_pos.slot()], event_pos.parity());
@@ -203,25 +253,58 @@ __device__ __forceinline__ void run_dq_converter(const KernelArgs& args, Smem<C>
     __syncwarp();
     if (is_leader) ptx::mbar_arrive(&smem.event_empty[event_pos.slot()]);
     if (event.num_visits == 0) return;
-    int32_t* const count = args.ring_counts + event.ring_tile_idx;
+    if (event.num_visits == 1) {
+#pragma unroll 1
+      for (int32_t piece = 0; piece < kPieces; ++piece) {
+        convert_piece<C>(args, smem.dq + piece * kPieceFloats, piece, event);
+      }
+      __syncwarp();
+      if (is_leader) ptx::mbar_arrive(&smem.dq_empty[event.part_idx]);
+      continue;
+    }
+    int32_t* const count = args.ring_counts + event.ring_sum_idx;
     bool is_last = true;
     if (!args.is_deterministic) {
       int32_t old = 0;
-      if (is_leader) old = add_acq_rel(count, 1);
+      // Relaxed: a completed reduction has been performed in L2, where this count is performed too;
+      // a release would only wait for this warp's own stores, 600 cycles a step.
+      if (is_leader) old = add_relaxed(count, 1);
       is_last = __shfl_sync(0xFFFFFFFF, old, 0) == event.num_visits - 1;
     }
     if (!is_last) continue;
-    __threadfence();  // all lanes after the count
-    convert_row_tile<C, true>(
-        args,
-        reinterpret_cast<float4*>(args.dq_ring +
-                                  static_cast<int64_t>(event.ring_tile_idx) * C::kDqFloats),
-        event.b_idx, event.h_q_idx, event.q_tile_idx);
+    __threadfence();  // after the count
+    fence_proxy_async_all();
+    float* const sum = args.dq_ring + static_cast<int64_t>(event.ring_sum_idx) *
+                                          Sizes<C>::kPartFloats;
+    const auto fetch = [&](int32_t piece) {  // into the buffer of back_pos + the pieces in flight
+      if (!is_leader) return;
+      const uint32_t buffer = (back_pos.count + min(piece, kBackBuffers - 1)) % kBackBuffers;
+      Barrier* const back_full = &smem.dq_back_full[converter_idx][buffer];
+      ptx::mbar_arrive_expect_tx(back_full, kPieceFloats * 4);
+      ptx::bulk_load(smem.dq_back[converter_idx][buffer], sum + piece * kPieceFloats,
+                     kPieceFloats * 4, back_full);
+    };
+    for (int32_t piece = 0; piece < kBackBuffers - 1; ++piece) fetch(piece);
+#pragma unroll 1
+    for (int32_t piece = 0; piece < kPieces; ++piece) {
+      if (piece + kBackBuffers - 1 < kPieces) fetch(piece + kBackBuffers - 1);
+      ptx::mbar_wait(&smem.dq_back_full[converter_idx][back_pos.slot()], back_pos.parity());
+      convert_piece<C>(args, smem.dq_back[converter_idx][back_pos.slot()], piece, event);
+#pragma unroll
+      for (int block = 0; block < 2 * Sizes<C>::kPiecePairs; ++block) {
+        __stcg(reinterpret_cast<float4*>(sum + piece * kPieceFloats) + block * 32 + lane,
+               make_float4(0.f, 0.f, 0.f, 0.f));
+      }
+      __syncwarp();  // before the next load into this buffer
+      ++back_pos.count;
+    }
     if (is_leader) *count = 0;
     fence_proxy_async_all();
     __threadfence();
     __syncwarp();
-    if (is_leader) add_acq_rel(args.head_done + event.head_idx, 1);
+    if (is_leader) {
+      add_acq_rel(args.head_done + head_index(args, event.b_idx, event.h_q_idx), 1);
+    }
   }
 }
 

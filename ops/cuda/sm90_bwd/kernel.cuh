@@ -3,6 +3,7 @@
 #pragma once
 
 #include "consumer.cuh"
+#include "consumer_wide.cuh"
 #include "dq.cuh"
 #include "loader.cuh"
 
@@ -15,9 +16,11 @@ __device__ __forceinline__ void init_barriers(Smem<C>& smem) {
     mbar_init(&smem.tile_full[slot], 1);
     mbar_init(&smem.tile_empty[slot], kNumConsumerWarps + 1);
   }
-  for (int slot = 0; slot < kNumStages; ++slot) {
+  for (int slot = 0; slot < C::kQStages; ++slot) {
     mbar_init(&smem.q_full[slot], 1);
     mbar_init(&smem.q_empty[slot], kNumConsumerWarps);
+  }
+  for (int slot = 0; slot < C::kDoutStages; ++slot) {
     mbar_init(&smem.dout_full[slot], 1);
     mbar_init(&smem.dout_empty[slot], kNumConsumerWarps);
   }
@@ -25,8 +28,12 @@ __device__ __forceinline__ void init_barriers(Smem<C>& smem) {
   mbar_init(&smem.v_full, 1);
   mbar_init(&smem.k_empty, kNumConsumerWarps);
   mbar_init(&smem.v_empty, kNumConsumerWarps);
-  mbar_init(&smem.dq_full, kNumConsumerWarps);
-  mbar_init(&smem.dq_empty, 1);
+  mbar_init(&smem.dq_full, Sizes<C>::kDqArrivals);
+  for (int part = 0; part < C::kDqParts; ++part) mbar_init(&smem.dq_empty[part], 1);
+  for (int slot = 0; slot < kBackBuffers; ++slot) {
+    mbar_init(&smem.dq_back_full[0][slot], 1);
+    mbar_init(&smem.dq_back_full[1][slot], 1);
+  }
   for (int slot = 0; slot < kNumEvents; ++slot) {
     mbar_init(&smem.event_full[slot], 1);
     mbar_init(&smem.event_empty[slot], 1);
@@ -50,13 +57,17 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     if (warp == kLoaderWarp) {
       run_loader<C>(args, smem);
     } else if (warp == kWriterWarp) {
-      run_dq_writer<C>(args, smem);
+      if (threadIdx.x % 32 == 0) DqWriter<C>(args, smem).run();
     } else {
       run_dq_converter<C>(args, smem, warp - kConverterWarp);
     }
   } else {
     ptx::reg_alloc<kConsumerRegs>();
-    run_consumer<C>(args, smem, group_idx - 1);
+    if constexpr (C::kSplitsColumns) {
+      run_wide_consumer<C>(args, smem, group_idx - 1);
+    } else {
+      run_consumer<C>(args, smem, group_idx - 1);
+    }
   }
 }
 

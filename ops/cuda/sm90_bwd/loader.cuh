@@ -22,7 +22,8 @@ template <class C>
 __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem) {
   const bool is_leader = threadIdx.x % 32 == 0;
   RingPos<2> tile_pos;
-  RingPos<kNumStages> step_pos;
+  RingPos<C::kQStages> step_pos;
+  RingPos<C::kDoutStages> dout_pos;
   uint32_t num_kv = 0;       // K/V tiles loaded
   uint32_t num_bounds = 0;   // bounds tiles loaded
   for (;; ++tile_pos.count) {
@@ -33,7 +34,7 @@ __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem
 
     // Work order: (batch, kv head) by (batch, kv head), so that few heads of the dQ ring are open;
     // inside one, the key tiles in the order of the mask's list.
-    TileInfo tile = {0, 0, 0, -1};
+    TileInfo tile = {0, 0, 0, -1, 0, 0, 0};
     if (!is_end) {
       const int32_t head_idx = work_idx / args.num_k_tiles;
       tile.b_idx = head_idx / args.shape.h_kv;
@@ -46,6 +47,19 @@ __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem
         const int64_t mask_idx =
             mask_index(args, tile.b_idx, tile.h_kv_idx * args.group + g_idx);
         tile.num_steps += args.tile_steps[mask_idx * args.num_k_tiles + tile.k_tile_idx];
+      }
+    }
+    if (!is_end) {
+      const int32_t head_idx = work_idx / args.num_k_tiles;
+      tile.ring_row = (head_idx % args.ring_heads - tile.h_kv_idx) * args.group;
+      tile.ring_before = head_idx - args.ring_heads;
+      if (tile.ring_before >= 0) {
+        for (int32_t g_idx = 0; g_idx < args.group; ++g_idx) {
+          tile.ring_before_sums += args.shared_rows[mask_index(
+              args, tile.ring_before / args.shape.h_kv,
+              tile.ring_before % args.shape.h_kv * args.group + g_idx)];
+        }
+        tile.ring_before_sums *= C::kDqParts;
       }
     }
     ptx::mbar_wait(&smem.tile_empty[tile_pos.slot()], tile_pos.write_parity());
@@ -72,55 +86,55 @@ __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem
         const bool needs_bounds = mask_idx != last_mask_idx;
         last_mask_idx = mask_idx;
         num_bounds += needs_bounds;
-        // The bounds slot was last read two bounds tiles ago, hence not after step count - 2, whose
-        // end q_empty announces.
+        const uint32_t bounds_slot = (num_bounds - 1) & 1;
+        constexpr uint32_t kRowBytes = kBlockQ * sizeof(float);
         ptx::mbar_wait(&smem.q_empty[slot], step_pos.write_parity());
         if (is_leader) {
-          const uint32_t bounds_slot = (num_bounds - 1) & 1;
           smem.info[step_pos.count % kNumInfo] = {
               q_tile_idx,
               (walk.is_partial() ? kStepPartial : 0) | (bounds_slot ? kStepBoundsSlot : 0), h_q_idx,
               visits_order};
           Barrier* const q_full = &smem.q_full[slot];
-          constexpr uint32_t kRowBytes = kBlockQ * sizeof(float);
-          constexpr uint32_t kBoundsBytes = C::kBlockK * sizeof(int4);
-          ptx::mbar_arrive_expect_tx(
-              q_full, C::kQBytes + kRowBytes + (needs_bounds ? kBoundsBytes : 0));
-          if (needs_bounds) {
-            ptx::bulk_load(smem.bounds[bounds_slot],
-                           args.bounds + static_cast<int64_t>(mask_idx) * args.num_hulls * kHullK +
-                               k_begin,
-                           kBoundsBytes, q_full);
-          }
+          ptx::mbar_arrive_expect_tx(q_full, Sizes<C>::kQBytes + kRowBytes);
           load_panels<kBlockQ, C::kDim>(smem.q[slot], &args.map_q, q_full, q_tile_idx * kBlockQ,
                                         h_q_idx, tile.b_idx, ptx::kEvictNormal);
           ptx::bulk_load(smem.lse_log2[slot], args.lse_log2 + rows_begin + q_tile_idx * kBlockQ,
                          kRowBytes, q_full);
         }
         __syncwarp();
-        ptx::mbar_wait(&smem.dout_empty[slot], step_pos.write_parity());
+        const uint32_t dout_slot = dout_pos.slot();
+        ptx::mbar_wait(&smem.dout_empty[dout_slot], dout_pos.write_parity());
         if (is_leader) {
-          Barrier* const dout_full = &smem.dout_full[slot];
-          constexpr uint32_t kRowBytes = kBlockQ * sizeof(float);
-          ptx::mbar_arrive_expect_tx(dout_full, C::kDoutBytes + kRowBytes);
-          load_panels<kBlockQ, C::kDimV>(smem.dout[slot], &args.map_dout, dout_full,
+          Barrier* const dout_full = &smem.dout_full[dout_slot];
+          constexpr uint32_t kBoundsBytes = C::kBlockK * sizeof(int4);
+          ptx::mbar_arrive_expect_tx(
+              dout_full, Sizes<C>::kDoutBytes + kRowBytes + (needs_bounds ? kBoundsBytes : 0));
+          load_panels<kBlockQ, C::kDimV>(smem.dout[dout_slot], &args.map_dout, dout_full,
                                          q_tile_idx * kBlockQ, h_q_idx, tile.b_idx,
                                          ptx::kEvictNormal);
-          ptx::bulk_load(smem.delta[slot], args.delta + rows_begin + q_tile_idx * kBlockQ,
+          ptx::bulk_load(smem.minus_delta[dout_slot], args.minus_delta + rows_begin + q_tile_idx * kBlockQ,
                          kRowBytes, dout_full);
+          // With dO, not with Q: the bounds slot was last read two bounds tiles ago, hence not after
+          // step count - 2, whose end dout_empty has just announced (its stages are at most two).
+          if (needs_bounds) {
+            ptx::bulk_load(smem.bounds[bounds_slot],
+                           args.bounds + static_cast<int64_t>(mask_idx) * args.num_hulls * kHullK +
+                               k_begin,
+                           kBoundsBytes, dout_full);
+          }
         }
         __syncwarp();
         if (needs_kv) {
           ptx::mbar_wait(&smem.v_empty, (num_kv & 1) ^ 1);
           if (is_leader) {
-            ptx::mbar_arrive_expect_tx(&smem.v_full, C::kVBytes);
+            ptx::mbar_arrive_expect_tx(&smem.v_full, Sizes<C>::kVBytes);
             load_panels<C::kBlockK, C::kDimV>(smem.v, &args.map_v, &smem.v_full, k_begin, tile.h_kv_idx,
                                               tile.b_idx, ptx::kEvictFirst);
           }
           // K last: the final product of the previous tile reads it, V was free long before.
           ptx::mbar_wait(&smem.k_empty, (num_kv & 1) ^ 1);
           if (is_leader) {
-            ptx::mbar_arrive_expect_tx(&smem.k_full, C::kKBytes);
+            ptx::mbar_arrive_expect_tx(&smem.k_full, Sizes<C>::kKBytes);
             load_panels<C::kBlockK, C::kDim>(smem.k, &args.map_k, &smem.k_full, k_begin, tile.h_kv_idx,
                                              tile.b_idx, ptx::kEvictFirst);
           }
@@ -129,6 +143,7 @@ __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem
           ++num_kv;
         }
         ++step_pos.count;
+        ++dout_pos.count;
       }
     }
   }

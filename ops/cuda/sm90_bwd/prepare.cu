@@ -170,8 +170,8 @@ __global__ void __launch_bounds__(kThreads) row_kernel(KernelArgs args, PrepareA
       if (in.dlse != nullptr) sum -= in.dlse[head * args.shape.s_q + q_idx];
     }
     args.lse_log2[head * padded_rows + q_idx] = lse_log2;
-    // A hidden row's dS is 0 * (0 - delta): delta must be finite.
-    args.delta[head * padded_rows + q_idx] = lse_log2 == INFINITY ? 0.f : sum;
+    // A hidden row's dS is 0 * (dP - delta): delta must be finite.
+    args.minus_delta[head * padded_rows + q_idx] = lse_log2 == INFINITY ? 0.f : -sum;
   }
   const int64_t mask_idx = mask_index(args, b_idx, h_idx);
   if (args.visits[mask_idx * args.num_q_tiles + q_tile_idx] != 0) return;
