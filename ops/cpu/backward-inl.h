@@ -200,6 +200,13 @@ void add_special_rows(const SpecialRows& special, const HeadView& x, int32_t beg
   }
 }
 
+FM3_INLINE float* dq_acc_row(const BackwardContext& context, int64_t b_idx, int64_t h_q_idx,
+                             int64_t q_idx) {
+  const Strides& stride = context.stride_dq_acc;
+  return context.dq_acc_f32 +
+         (b_idx * stride.b + q_idx * stride.s + h_q_idx * stride.h - context.dq_acc_offset);
+}
+
 // Claim:      dq is the same, bit for bit, for any number of threads, and nobody waits for ever.
 // Because:    a tile is added only after the key tile before it that visits the same query tile, so
 //             the order of additions is ascending; items are taken in ascending order, so the one
@@ -219,10 +226,8 @@ void add_dq_in_turn(const BackwardContext& context, const TileClassifier& class_
   for (int spins = 0; turn.load(std::memory_order_acquire) != previous; ++spins) {
     if (spins > 200) std::this_thread::yield();
   }
-  const Strides& stride = context.stride_dq_acc;
   for (int row = 0; row < num_rows; ++row) {
-    float* to =
-        context.dq_acc_f32 + b_idx * stride.b + (q_begin + row) * stride.s + h_q_idx * stride.h;
+    float* to = dq_acc_row(context, b_idx, h_q_idx, q_begin + row);
     const float* from = dq + int64_t{row} * d_padded;
     for (int c = 0; c < d; ++c) to[c] += from[c] * scale;
   }
@@ -378,12 +383,10 @@ void backward_key_tile(const BwdParams& params, const BackwardContext& context, 
 void backward_store_dq(const BwdParams& params, const BackwardContext& context, int32_t b_idx,
                        int32_t h_q_idx, int32_t q_tile_idx) {
   const Shape& shape = params.shape;
-  const Strides& from = context.stride_dq_acc;
   const int32_t q_begin = q_tile_idx * kBlockQ;
   const int32_t q_end = shape.s_q - q_begin < kBlockQ ? shape.s_q : q_begin + kBlockQ;
   for (int64_t q_idx = q_begin; q_idx < q_end; ++q_idx) {
-    store_row(params.dtype, context.dq_acc_f32 + b_idx * from.b + q_idx * from.s + h_q_idx * from.h,
-              1.0f, shape.d_qk,
+    store_row(params.dtype, dq_acc_row(context, b_idx, h_q_idx, q_idx), 1.0f, shape.d_qk,
               element(params.dq, params.dtype,
                       b_idx * params.stride_dq.b + q_idx * params.stride_dq.s +
                           h_q_idx * params.stride_dq.h));

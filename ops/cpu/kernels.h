@@ -27,8 +27,11 @@ struct MaskContext {
 struct BackwardContext {
   MaskContext mask;
   const float* delta;  // [b, h_q, s_q] rowsum(dout * out)
-  float* dq_acc_f32;  // fp32 sums of dq; the output itself for fp32 tensors
+  // fp32 sums of dq, row q of head (b, h) at dq_acc_f32[b * stride.b + q * stride.s + h * stride.h -
+  // dq_acc_offset]: the output itself for fp32 tensors, else room for the heads in work.
+  float* dq_acc_f32;
   Strides stride_dq_acc;
+  int64_t dq_acc_offset;
   std::atomic<int32_t>* dq_turn;  // [b, h_q, num_q_tiles] last key tile that was added; -1 at first
 };
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from c_abi_support import assert_same_bits, backend, run, simd_targets
+from c_abi_support import assert_matches_oracle, assert_same_bits, backend, expected, run, simd_targets
 
 from paddle_fm3._native import cpu_library
 from paddle_fm3.testing.cases import AttentionCase, RawMask, make_inputs
@@ -28,6 +28,7 @@ def _documents(s: int) -> RawMask:
 CASES = [
     AttentionCase("threads_causal", 1, 700, 700, 1, 1, 64, 64, build_mask=lambda: RawMask(None, True)),
     AttentionCase("threads_full_group", 1, 400, 530, 6, 2, 40, 24, build_mask=lambda: RawMask(None, False)),
+    AttentionCase("threads_many_heads", 3, 170, 150, 6, 3, 24, 16, build_mask=lambda: RawMask(None, True)),
     AttentionCase("threads_documents", 1, 1000, 1000, 2, 2, 32, 32, build_mask=lambda: _documents(1000)),
 ]
 
@@ -43,6 +44,15 @@ def test_any_thread_count_gives_the_same_bits(case, dtype):
             for _ in range(3):  # another interleaving each time
                 with backend(target=target, num_threads=num_threads):
                     assert_same_bits(single, run(case, inputs), (target, num_threads, case))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_heads_are_summed_in_groups_when_dq_is_not_fp32(num_threads):
+    """Nine kv heads with room for 2 (4) at once: groups end inside a batch entry, the last one is short."""
+    case = next(case for case in CASES if case.name == "threads_many_heads")
+    inputs, exact, naive = expected(case, "bfloat16")
+    with backend(num_threads=num_threads):
+        assert_matches_oracle(run(case, inputs), exact, naive, (num_threads, case))
 
 
 def test_calls_from_several_python_threads_at_once():
@@ -101,7 +111,7 @@ def test_a_system_that_refuses_threads_gets_the_same_bits():
     case = CASES[1]  # 24 items forward: 24 threads if they can be had
     inputs = make_inputs(case)
     with backend(num_threads=1):  # a parent with many threads would leave their stacks to the child
-        expected = run(case, inputs)
+        alone = run(case, inputs)
 
         def child() -> bool:
             cpu_library().fm3_cpu_set_num_threads(64)
@@ -110,7 +120,7 @@ def test_a_system_that_refuses_threads_gets_the_same_bits():
             resource.setrlimit(resource.RLIMIT_AS, (room, room))
             mine = run(case, inputs)
             num_threads = len(os.listdir("/proc/self/task"))
-            return num_threads < 20 and all(np.array_equal(expected[name], mine[name]) for name in expected)
+            return num_threads < 20 and all(np.array_equal(alone[name], mine[name]) for name in alone)
 
         assert _in_forked_child(child) == 0
 
