@@ -39,6 +39,9 @@ PATTERNS: dict[str, Callable[..., ColumnMask]] = {
 DOCUMENT_KINDS = ("causal_document", "document", "share_question", "causal_blockwise")
 
 
+SOURCES = ("documents", "file", "pattern", "case", "dense", "bounds")
+
+
 class InputError(ValueError):
     """What the user typed or the file holds cannot be used; the message says which part and what was expected."""
 
@@ -52,6 +55,10 @@ def add_mask_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dense", metavar="PATH.npy", help="boolean table [s_q, s_k] or [b, h_mask, s_q, s_k], True = visible"
     )
+    group.add_argument(
+        "--bounds", metavar="PATH.npy", help="startend_row_indices, int32 [b, h_mask, s, n], as a model gets them"
+    )
+    parser.add_argument("--causal", action="store_true", help="--bounds come with causal=True")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE",
                         help="parameter of --pattern; VALUE is JSON: --set s=4096 --set window=512")  # fmt: skip
     parser.add_argument("--kind", choices=DOCUMENT_KINDS, default=None,
@@ -67,11 +74,13 @@ def mask_from_arguments(arguments: argparse.Namespace) -> ColumnMask:
     Raises:
         InputError: none or several sources, or one that does not hold what it should.
     """
-    given = [name for name in ("documents", "file", "pattern", "case", "dense") if getattr(arguments, name) is not None]
+    given = [name for name in SOURCES if getattr(arguments, name) is not None]
     if len(given) != 1:
         shown = ", ".join(f"--{name}" for name in given) or "none"
-        raise InputError(f"give one of --documents, --file, --pattern, --case, --dense (came: {shown})")
+        raise InputError(f"give one of {', '.join(f'--{name}' for name in SOURCES)} (came: {shown})")
     source = given[0]
+    if arguments.causal and source != "bounds":
+        raise InputError(f"--causal belongs to --bounds, not to --{source}")
     if arguments.settings and source != "pattern":
         raise InputError(f"--set belongs to --pattern, not to --{source}")
     if source not in ("documents", "file"):
@@ -87,7 +96,11 @@ def mask_from_arguments(arguments: argparse.Namespace) -> ColumnMask:
             return _pattern_mask(arguments.pattern, arguments.settings)
         if source == "case":
             return _case_mask(arguments.case)
-        return converters.from_dense(_load_dense(arguments.dense))
+        if source == "bounds":
+            bounds = _load_array(arguments.bounds)
+            s_q = bounds.shape[2] if bounds.ndim == 4 else 0
+            return ColumnMask.from_bounds(bounds, is_causal=arguments.causal, s_q=s_q)
+        return converters.from_dense(_load_array(arguments.dense))
     except InputError:
         raise
     except (ValueError, KeyError, OSError) as error:
@@ -194,7 +207,7 @@ def _case_mask(name: str) -> ColumnMask:
     return paper_mask(length, kind)
 
 
-def _load_dense(path: str) -> np.ndarray:
+def _load_array(path: str) -> np.ndarray:
     if not Path(path).is_file():
         raise InputError(f"no file {path}")
     return np.load(path, allow_pickle=False)

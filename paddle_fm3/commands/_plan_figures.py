@@ -145,7 +145,7 @@ def assumptions(setting: Setting) -> dict[str, Any]:
 def setting_from_arguments(arguments: argparse.Namespace) -> Setting:
     """Raises InputError, ValueError or FileNotFoundError for what does not fit together."""
     scenario = load_scenario(arguments.config) if arguments.config else None
-    has_mask = any(getattr(arguments, name) is not None for name in ("documents", "file", "pattern", "case", "dense"))
+    has_mask = any(getattr(arguments, name) is not None for name in _inputs.SOURCES)
     if scenario is not None and not has_mask:
         lengths = scenario.data.document_lengths()
         masks = [_inputs.documents_mask([lengths], scenario.data.mask)]

@@ -6,6 +6,7 @@
     python -m paddle_fm3 mask --pattern sliding_window --set s=8192 --set window=512
     python -m paddle_fm3 mask --case 32k_prefix_document --json
     python -m paddle_fm3 mask --dense visible.npy
+    python -m paddle_fm3 mask --bounds startend_row_indices.npy --causal
 
 The exit status is 0, or 1 if the mask cannot be carried by the operator's input (the reason is printed), or 2 for
 arguments that describe no mask.

@@ -96,6 +96,18 @@ def test_a_dense_table_is_represented_or_refused_with_the_column(capsys, tmp_pat
     assert "[30, 31), [40, 41), [50, 51)" in shown["reason"]
 
 
+def test_bounds_as_a_model_gets_them(capsys, tmp_path):
+    mask = masks.causal_document([[100, 60], [50, 110]])
+    path = tmp_path / "bounds.npy"
+    np.save(path, mask.to_bounds()[0])
+    assert_is(report(capsys, "--bounds", str(path), "--causal"), mask)
+    assert main(["mask", "--bounds", str(path)]) == 2  # one bound is no form without the causal rule
+    assert "n=1 bounds with causal=False" in capsys.readouterr().err
+    np.save(path, mask.to_bounds()[0][:, 0])
+    assert main(["mask", "--bounds", str(path), "--causal"]) == 2
+    assert "expected [b, h_mask, s_k, n]" in capsys.readouterr().err
+
+
 def test_text_report_has_the_picture_and_the_png_is_written(capsys, tmp_path):
     png = tmp_path / "pictures" / "mask.png"
     assert main(["mask", "--documents", "512,512", "--rows", "4", "--columns", "4", "--png", str(png)]) == 0
@@ -122,6 +134,7 @@ def test_text_report_has_the_picture_and_the_png_is_written(capsys, tmp_path):
         ),
         (["--pattern", "sliding_window", "--set", "s=eight"], "expected KEY=VALUE with a JSON value"),
         (["--pattern", "sliding_window", "--set", "s=8", "--set", "window=0"], "window=0 must be >= 1"),
+        (["--documents", "300", "--causal"], "--causal belongs to --bounds"),
         (["--file", "nowhere.txt"], "no file nowhere.txt"),
         (["--dense", "nowhere.npy"], "no file nowhere.npy"),
     ],

@@ -77,7 +77,7 @@ def test_a_config_gives_a_training_step(capsys):
     assert ours["step_gain"] == pytest.approx(
         ours["step"]["tokens_per_s_per_gpu"] / baseline["step"]["tokens_per_s_per_gpu"] - 1
     )
-    assert ours["step_gain"] > 0.02 and ours["imbalance"] < 0.02 < baseline["imbalance"]
+    assert ours["step_gain"] > 0.02 and ours["imbalance"] < baseline["imbalance"] / 5
     assert shown["assumptions"]["h_q"] == 64 and shown["assumptions"]["other_tflops"] == 100
 
 
