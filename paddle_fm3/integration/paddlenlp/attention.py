@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import paddle
 from paddlenlp.transformers.llama import fusion_ops
 from paddlenlp.transformers.llama.modeling import LlamaAttention
@@ -20,8 +22,10 @@ from paddle_fm3.attention import flashmask_attention
 from paddle_fm3.distributed import groups
 from paddle_fm3.distributed.attention import flashmask_cp_attention
 from paddle_fm3.integration.paddlenlp.settings import FlashMask3Settings
+from paddle_fm3.mask.converters import from_dense
 
 Replacement = tuple[Any, str, Callable[[Any], Any]]
+HIDDEN_BELOW = -1e4  # smallest magnitude that frameworks use for "hidden" in an additive mask (fp16)
 
 
 def replacements(settings: FlashMask3Settings) -> list[Replacement]:
@@ -33,6 +37,8 @@ def replacements(settings: FlashMask3Settings) -> list[Replacement]:
 
 
 def _funnel(original: Callable, settings: FlashMask3Settings) -> Callable:
+    dense_masks = _DenseMasks()
+
     @functools.wraps(original)
     def fusion_flash_attention(
         query_states: paddle.Tensor,  # [b, s_local, h_q, d]
@@ -48,18 +54,12 @@ def _funnel(original: Callable, settings: FlashMask3Settings) -> Callable:
         npu_is_casual: bool = False,
         skip_recompute: bool = False,
     ) -> paddle.Tensor | tuple[paddle.Tensor, None]:
-        if alibi is not None or (attention_mask is not None and attn_mask_startend_row_indices is None):
-            # A dense bias or mask has no interval form: Paddle's own attention, which knows no ranks, serves it.
-            if groups.group_size(groups.resolve_group()) > 1:
-                raise ValueError(
-                    "paddle_fm3: a dense attention_mask or alibi cannot be split over context-parallel ranks; pass "
-                    "attn_mask_startend_row_indices (PackedCollator builds them)"
-                )
-            return original(
-                query_states, config, key_states, value_states, attention_mask, output_attentions, alibi,
-                attn_mask_startend_row_indices, sequence_parallel, reshard_layer, npu_is_casual, skip_recompute,
-            )  # fmt: skip
-        bounds, causal = _bounds(attn_mask_startend_row_indices)
+        if alibi is not None:
+            raise ValueError("paddle_fm3: use_flashmask3 does not serve alibi: a bias has no interval form")
+        if attention_mask is not None and attn_mask_startend_row_indices is None:
+            bounds, causal = dense_masks.bounds(attention_mask, query_states.shape[1], key_states.shape[1])
+        else:
+            bounds, causal = _bounds(attn_mask_startend_row_indices)
         b, s_local, _, _ = query_states.shape
         options: dict[str, Any] = {"causal": causal, "deterministic": settings.deterministic or None}
         attend = flashmask_attention
@@ -105,6 +105,38 @@ def _bounds(indices: paddle.Tensor | None) -> tuple[paddle.Tensor | None, bool]:
         # A decoder's one or two bounds come with the causal rule; four bounds say everything themselves.
         return indices, shape[3] != 4
     return indices.reshape([shape[0], shape[1] if len(shape) == 3 else 1, shape[-1], 1]), True
+
+
+class _DenseMasks:
+    """Dense masks as intervals, exactly; the last one is remembered, for the layers that follow.
+
+    NOTE: upstream hands a dense mask to Paddle's scaled_dot_product_attention together with is_causal=True, which
+    on a CPU ignores the mask without a word.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, paddle.Tensor, bool] | None = None  # weak reference to the mask, bounds, causal
+
+    def bounds(self, mask: paddle.Tensor, s_q: int, s_k: int) -> tuple[paddle.Tensor, bool]:
+        """[b, 1 or h, s_q, s_k] of bool or of 0 (visible) and large negative numbers -> (bounds, causal)."""
+        shape = list(mask.shape)
+        if len(shape) != 4 or shape[2:] != [s_q, s_k]:
+            raise ValueError(
+                f"paddle_fm3: attention_mask.shape is {shape}; expected [b, h, {s_q}, {s_k}]. A dense mask cannot be "
+                "split over context-parallel ranks: pass attn_mask_startend_row_indices (PackedCollator builds them)"
+            )
+        if self._last is not None and self._last[0]() is mask:
+            return self._last[1:]
+        values = mask.numpy() if mask.dtype == paddle.bool else mask.astype("float32").numpy()
+        visible = values if values.dtype == np.bool_ else values == 0
+        if values.dtype != np.bool_ and (values[~visible] > HIDDEN_BELOW).any():
+            raise ValueError(
+                "paddle_fm3: attention_mask holds values that are neither 0 (visible) nor below "
+                f"{HIDDEN_BELOW:g} (hidden): a bias has no interval form"
+            )
+        bounds, causal = from_dense(visible).to_bounds()
+        self._last = (weakref.ref(mask), paddle.to_tensor(bounds), causal)
+        return self._last[1:]
 
 
 def _is_split(bounds: paddle.Tensor | None, s_local: int) -> bool:

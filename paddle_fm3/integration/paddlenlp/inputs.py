@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,7 @@ def _is_tokenwise(x: Any, s: int) -> bool:
 def _checked_wrap(original: Callable) -> Callable:
     """Trainer._wrap_model that first refuses a model which would bypass the attention funnel."""
 
+    @functools.wraps(original)
     def _wrap_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         config = getattr(model, "config", None)
         if config is not None and not getattr(config, "use_flash_attention", False):

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flag on and off: everything comes back; another PaddleNLP, or a model that bypasses attention, is refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+paddlenlp = pytest.importorskip("paddlenlp")
+
+from paddle.distributed import collective  # noqa: E402
+from paddlenlp.trainer import PdArgumentParser, Trainer, trainer  # noqa: E402
+from paddlenlp.transformers import Qwen2MoeConfig, moe_gate  # noqa: E402
+from paddlenlp.transformers.llama import fusion_ops  # noqa: E402
+from paddlenlp.transformers.llama import modeling as llama  # noqa: E402
+from paddlenlp.transformers.qwen2 import modeling as qwen2  # noqa: E402
+from paddlenlp.transformers.qwen2_moe import modeling as qwen2_moe  # noqa: E402
+
+from paddle_fm3.integration.paddlenlp import FlashMask3TrainingArguments, disable, enable, is_enabled  # noqa: E402
+from paddle_fm3.integration.paddlenlp.settings import FlashMask3Settings  # noqa: E402
+from paddle_fm3.testing import reference  # noqa: E402
+
+PLACES = [
+    (fusion_ops, "fusion_flash_attention"),
+    (llama.LlamaAttention, "forward"),
+    (llama.LlamaPretrainingCriterion, "forward"),
+    (llama.LlamaRotaryEmbedding, "forward"),
+    (qwen2.Qwen2PretrainingCriterion, "forward"),
+    (qwen2.Qwen2RotaryEmbedding, "forward"),
+    (qwen2_moe.Qwen2MoePretrainingCriterion, "forward"),
+    (qwen2_moe.Qwen2MoeRotaryEmbedding, "forward"),
+    (qwen2_moe, "load_balancing_loss_func"),
+    (moe_gate, "paddle"),
+    (moe_gate.PretrainedMoEGate, "topkgating"),
+    (moe_gate.MoEGateMixin, "_cal_aux_loss"),
+    (trainer, "split_inputs_sequence_dim"),
+    (trainer, "split_inputs_sequence_dim_load_balance"),
+    (Trainer, "_wrap_model"),
+    (collective, "_new_process_group_impl"),
+]
+
+
+def current() -> list[Any]:
+    return [inspect.getattr_static(owner, name) for owner, name in PLACES]
+
+
+@pytest.fixture(autouse=True)
+def everything_off() -> Iterator[None]:
+    disable()
+    yield
+    disable()
+
+
+def test_enable_replaces_and_disable_restores_every_place() -> None:
+    before = current()
+    enable()
+    assert is_enabled()
+    unchanged = [place for place, old, new in zip(PLACES, before, current(), strict=True) if old is new]
+    assert not unchanged
+    enable(FlashMask3Settings(cp_strategy="contiguous"))  # again: new settings, not a second layer
+    disable()
+    assert not is_enabled()
+    assert all(old is new for old, new in zip(before, current(), strict=True))
+
+
+def test_flag_on_the_command_line(tmp_path: Any) -> None:
+    parser = PdArgumentParser((FlashMask3TrainingArguments,))
+    common = ["--output_dir", str(tmp_path), "--device", "cpu", "--report_to", "none"]
+    (arguments,) = parser.parse_args_into_dataclasses([*common])
+    assert not arguments.use_flashmask3 and not is_enabled()
+    (arguments,) = parser.parse_args_into_dataclasses([*common, "--use_flashmask3", "--cp_strategy", "contiguous"])
+    assert arguments.use_flashmask3 and arguments.cp_strategy == "contiguous" and is_enabled()
+    disable()
+    with pytest.raises(ValueError, match=r"cp_strategy='zigzag' is unknown; known: dual_chunk, contiguous"):
+        parser.parse_args_into_dataclasses([*common, "--use_flashmask3", "--cp_strategy", "zigzag"])
+    assert not is_enabled()
+
+
+def test_other_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = current()
+    monkeypatch.setattr(paddlenlp, "__version__", "3.1.0")
+    with pytest.raises(RuntimeError, match=r"works with paddlenlp 3\.0\.0b4; found 3\.1\.0"):
+        enable()
+    assert all(old is new for old, new in zip(before, current(), strict=True))
+
+
+def test_changed_funnel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusion_ops, "fusion_flash_attention", lambda query, key: None)
+    with pytest.raises(RuntimeError, match=r"fusion_flash_attention takes \['query', 'key'\]"):
+        enable()
+    assert not is_enabled()
+
+
+def test_model_without_flash_attention_is_refused() -> None:
+    class Model:
+        config = Qwen2MoeConfig(use_flash_attention=False)
+
+    enable()
+    with pytest.raises(ValueError, match="needs the model's use_flash_attention=True"):
+        Trainer._wrap_model(object(), Model())
+
+
+@pytest.mark.parametrize("rank_count", [2, 3, 4])
+def test_index_shapes_reach_the_operator(rank_count: int) -> None:
+    """[b, s], [b, h_mask, s] and [b, h_mask, s, n] mean the same mask; int64 is taken."""
+    enable()
+    s, config = 12, Qwen2MoeConfig(use_flash_attention=True)
+    rng = np.random.default_rng(0)
+    q, k, v = (paddle.to_tensor(rng.standard_normal((1, s, 2, 8)).astype(np.float32)) for _ in range(3))
+    ends = np.array([[5] * 5 + [s] * 7])
+    indices = paddle.to_tensor(ends.reshape([1, s] if rank_count == 2 else [1, 1, s] + [1] * (rank_count - 3)))
+    out = fusion_ops.fusion_flash_attention(q, config, k, v, None, False, attn_mask_startend_row_indices=indices)
+    expected = reference.attention(q, k, v, ends.astype(np.int32).reshape(1, 1, s, 1), causal=True).out
+    np.testing.assert_allclose(out.numpy(), expected.reshape(out.shape), atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive"])
+def test_dense_mask_is_followed(kind: str) -> None:
+    """Paddle's own CPU attention ignores it when is_causal is set, as PaddleNLP always does."""
+    enable()
+    s, config = 12, Qwen2MoeConfig(use_flash_attention=True)
+    rng = np.random.default_rng(0)
+    q, k, v = (paddle.to_tensor(rng.standard_normal((1, s, 2, 8)).astype(np.float32)) for _ in range(3))
+    ends = np.array([5] * 5 + [s] * 7, np.int32)
+    visible = np.tril(np.ones((s, s), bool)) & (np.arange(s)[:, None] < ends)
+    table = visible if kind == "bool" else np.where(visible, 0.0, np.finfo(np.float32).min).astype(np.float32)
+    mask = paddle.to_tensor(table.reshape([1, 1, s, s]))
+    expected = reference.attention(q, k, v, ends.reshape(1, 1, s, 1), causal=True).out
+    for _ in range(2):  # the second layer finds the converted mask
+        out = fusion_ops.fusion_flash_attention(q, config, k, v, mask, False)
+        np.testing.assert_allclose(out.numpy(), expected.reshape(out.shape), atol=2e-6)
+    bias = paddle.to_tensor(np.full((1, 1, s, s), -0.5, np.float32))
+    with pytest.raises(ValueError, match="a bias has no interval form"):
+        fusion_ops.fusion_flash_attention(q, config, k, v, bias, False)
+    with pytest.raises(ValueError, match="does not serve alibi"):
+        fusion_ops.fusion_flash_attention(q, config, k, v, None, False, alibi=bias)
+    with pytest.raises(ValueError, match=r"attention_mask.shape is \[1, 1, 12, 12\]; expected \[b, h, 6, 6\]"):
+        fusion_ops.fusion_flash_attention(q[:, :6], config, k[:, :6], v[:, :6], mask, False)
+
+
+def test_dispatch_mask_carries_no_gradient() -> None:
+    """Paddle lets gradients through a cast to bool; upstream's gate weights then drown in them."""
+    config = Qwen2MoeConfig(hidden_size=8, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=8,
+                            shared_expert_intermediate_size=8, norm_topk_prob=True)  # fmt: skip
+    enable()
+    paddle.seed(5)
+    block = qwen2_moe.Qwen2MoeSparseMoEBlock(config)
+    rng = np.random.default_rng(1)
+    block.gate.weight.set_value(paddle.to_tensor(rng.standard_normal((8, 3)).astype(np.float32)))
+    x = paddle.to_tensor(rng.standard_normal((1, 10, 8)).astype(np.float32))
+    weight = paddle.to_tensor(rng.standard_normal((1, 10, 8)).astype(np.float32))
+
+    def loss_at(value: np.ndarray) -> paddle.Tensor:
+        block.gate.weight.set_value(paddle.to_tensor(value))
+        return (block(x)[0] * weight).sum()
+
+    start = block.gate.weight.numpy()
+    loss_at(start).backward()
+    gradient = block.gate.weight.grad.numpy()
+    numeric = np.zeros_like(start)
+    for index in np.ndindex(start.shape):
+        step = np.zeros_like(start)
+        step[index] = 1e-2
+        numeric[index] = float(loss_at(start + step) - loss_at(start - step)) / 2e-2
+    np.testing.assert_allclose(gradient, numeric, atol=0.02 * np.abs(numeric).max())
