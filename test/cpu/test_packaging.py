@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(900)  # a whole native build, on a machine that may be busy
 NOT_SOURCE = shutil.ignore_patterns(
     ".git", ".venv", "build", "build-*", "dist", "runs", "_lib", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis"
 )
@@ -34,7 +35,7 @@ np.testing.assert_allclose(out[0, 15].numpy(), q[0, 15].numpy(), rtol=1e-6)  # a
 
 def run(*command: str, cwd: Path, **environment: str) -> str:
     result = subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, env={**os.environ, **environment}, timeout=280
+        command, cwd=cwd, capture_output=True, text=True, env={**os.environ, **environment}, timeout=800
     )
     assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
     return result.stdout
