@@ -329,7 +329,7 @@ class Sgemm:
 
 
 def _run_memory(identity: bench.RunIdentity, options: bench.BenchOptions) -> Iterator[bench.Record]:
-    """s = 65,536, d = 64, one head, full mask (a window as wide as the sequence) unless the case says otherwise."""
+    """s = 65,536, d = 64, one head; a causal window as wide as the sequence is the causal mask."""
     windows = {"64k_causal_d64": 65536, "64k_window_d64": 4096}
     for name in options.cases or tuple(windows):
         if name not in windows:
