@@ -11,6 +11,7 @@ import pytest
 
 from paddle_fm3 import mask as masks
 from paddle_fm3.__main__ import main
+from paddle_fm3.commands import _plan_report
 from paddle_fm3.distributed.cost import CostModel
 from paddle_fm3.distributed.planner import build_plan
 from paddle_fm3.distributed.timing import simulate_time
@@ -114,6 +115,19 @@ def test_html_report_is_whole_and_draws_every_rank(capsys, tmp_path):
     assert gain in text and "data:image/png;base64,iVBOR" in text
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1, 2, 3}
+
+
+def test_a_rank_s_lane_shows_what_arrives_at_it():
+    mask = masks.causal_document(LENGTHS)
+    plan = build_plan(mask, 4, topology=Topology.uniform(4, 2), cost=COST)
+    timeline = simulate_time(plan, mask, COST, with_messages=True)
+    for rank in range(4):
+        titles = [
+            title for *_, lane, title in _plan_report._phase_bars("forward", timeline.fwd, 0.0, rank) if lane == 1
+        ]
+        mine = plan.rank_plan(rank, mask)
+        assert sum(int(title.split()[0]) for title in titles) == mine.num_k_rows - mine.num_q_rows
+        assert not any(title.endswith(f"from rank {rank}") for title in titles)
 
 
 @pytest.mark.parametrize(
