@@ -85,6 +85,9 @@ def test_memory_splits_as_the_layout_says():
     )
     assert _estimate(has_reference_model=True).reference_model_bytes == plain.weights_bytes
     assert _estimate(pp=2).weights_bytes == count.total
+    f32 = _estimate(is_bfloat16=False)
+    assert (f32.weights_bytes, f32.gradients_bytes, f32.optimizer_bytes) == tuple(b * count.total for b in (4, 4, 8))
+    assert f32.checkpoints_bytes == 2 * plain.checkpoints_bytes
 
 
 def test_memory_of_activations_follows_the_local_length():

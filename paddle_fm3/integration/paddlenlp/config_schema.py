@@ -193,7 +193,8 @@ class Scenario:
             sharding=layout.sharding_parallel_degree,
             sharding_stage=layout.sharding_stage,
             expert_sharding=layout.moe_sharding_degree if is_expert else layout.sharding_parallel_degree,
-            has_f32_gradients=self.training.amp_master_grad or not self.training.bf16,
+            is_bfloat16=self.training.bf16,
+            has_f32_gradients=self.training.amp_master_grad,
             has_reference_model=self.has_reference_model,
             is_recomputed=self.training.recompute,
         )

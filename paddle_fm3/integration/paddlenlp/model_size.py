@@ -125,6 +125,7 @@ class MemoryEstimate:
         return {**vars(self), "total_bytes": self.total_bytes}
 
 
+# For bfloat16; a float32 run has 4 B where 2 B stand and no master copy.
 FORMULAS = {
     "weights_bytes": "2 B x (dense / TP + experts / (EP x TP)) / PP, bfloat16",
     "gradients_bytes": "the weights' count x 2 B (float32 main gradients: 4 B), / sharding at stage 2 and 3",
@@ -157,6 +158,7 @@ def estimate_memory(
     sharding: int = 1,
     sharding_stage: int = 1,
     expert_sharding: int = 1,
+    is_bfloat16: bool = True,
     has_f32_gradients: bool = False,
     has_reference_model: bool = False,
     is_recomputed: bool = True,
@@ -171,18 +173,22 @@ def estimate_memory(
         sharding: ranks over which the optimizer states of dense parameters are split.
         sharding_stage: 1 splits optimizer states, 2 gradients as well, 3 weights as well.
         expert_sharding: ranks over which each expert's optimizer states are split, besides ep.
+        is_bfloat16: weights and activations in bfloat16 with a float32 master copy; else all in float32.
         has_f32_gradients: float32 main gradients (PaddleNLP: amp_master_grad).
         has_reference_model: a frozen copy of the weights stays on the GPU.
         is_recomputed: each layer's activations are recomputed in backward.
     """
     count = count_parameters(model)
     dense, experts = count.dense / (tp * pp), count.experts / (ep * tp * pp)
-    weights = (dense + experts) * BYTES_LOW
+    element = BYTES_LOW if is_bfloat16 else BYTES_F32
+    weights = (dense + experts) * element
     if sharding_stage == 3:
-        weights = (dense / sharding + experts / expert_sharding) * BYTES_LOW
+        weights = (dense / sharding + experts / expert_sharding) * element
     split = (sharding, expert_sharding) if sharding_stage >= 2 else (1, 1)
-    gradients = (dense / split[0] + experts / split[1]) * (BYTES_F32 if has_f32_gradients else BYTES_LOW)
-    optimizer = (dense / sharding + experts / expert_sharding) * OPTIMIZER_BYTES_PER_PARAMETER
+    gradients = (dense / split[0] + experts / split[1]) * (BYTES_F32 if has_f32_gradients else element)
+    optimizer = (dense / sharding + experts / expert_sharding) * (
+        OPTIMIZER_BYTES_PER_PARAMETER - (0 if is_bfloat16 else BYTES_F32)
+    )
 
     tokens = b * s / cp
     layers = model.num_hidden_layers / pp
@@ -192,16 +198,16 @@ def estimate_memory(
     attention_width = 2 * hidden + (2 * (hidden + 2 * model.kv_width) + hidden) / tp + hidden
     experts_width = 3 * model.shared_expert_intermediate_size / tp + hidden
     experts_width += top_k * (3 * model.moe_intermediate_size / tp + 2 * hidden)
-    layer = tokens * (attention_width + experts_width) * BYTES_LOW
+    layer = tokens * (attention_width + experts_width) * element
     kept_layers = 1 if is_recomputed else layers
     return MemoryEstimate(
         weights_bytes=round(weights),
         gradients_bytes=round(gradients),
         optimizer_bytes=round(optimizer),
-        reference_model_bytes=round((dense + experts) * BYTES_LOW) if has_reference_model else 0,
-        checkpoints_bytes=round(tokens * hidden * BYTES_LOW * layers) if is_recomputed else 0,
+        reference_model_bytes=round((dense + experts) * element) if has_reference_model else 0,
+        checkpoints_bytes=round(tokens * hidden * element * layers) if is_recomputed else 0,
         layer_bytes=round(layer * (kept_layers + 1)),
-        gathered_kv_bytes=round(2 * b * s * model.kv_width / tp * (BYTES_LOW + BYTES_F32)) if cp > 1 else 0,
+        gathered_kv_bytes=round(2 * b * s * model.kv_width / tp * (element + BYTES_F32)) if cp > 1 else 0,
         router_bytes=round(tokens * tokens * top_k * ROUTER_BYTES_PER_ENTRY * kept_layers),
         logits_bytes=round(tokens * model.vocab_size / tp * 8),
     )
