@@ -91,6 +91,8 @@ def render() -> str:
     lines += [
         "## How memory is estimated",
         "",
+        "For bfloat16; a float32 run has 4 B where 2 B stand and no master copy.",
+        "",
         *(f"* {part.removesuffix('_bytes')}: {text}." for part, text in FORMULAS.items()),
     ]
     lines += [
