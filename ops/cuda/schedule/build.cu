@@ -66,29 +66,25 @@ class SpanWriter {
     return run_begin_ < 0 && granule >= next_free_;
   }
 
-  // `upper`, `lower`: seen by a row of the first, second 64 rows of the tile.
-  __device__ void granule(int32_t idx, bool upper, bool lower, bool is_full) {
-    if (idx >= next_free_) {
-      if (run_begin_ >= 0 && !is_full) close_run(idx);
-      if (idx >= next_free_ && run_begin_ < 0) {
-        if (is_full) {
-          run_begin_ = idx;
-        } else if (upper || lower) {
-          begin_partial(idx);
-        }
-      }
+  __device__ void granule(int32_t idx, bool is_visible, bool is_full) {
+    if (idx < next_free_) return;
+    if (run_begin_ >= 0) {
+      if (is_full) return;
+      close_run(idx);
+      if (idx < next_free_) return;
     }
-    if (idx < next_free_) see(idx, upper, lower);
+    if (!is_visible) return;
+    if (is_full) {
+      run_begin_ = idx;
+    } else {
+      emit(idx, 1, false);
+    }
   }
 
   __device__ void finish(int32_t num_granules) {
     if (run_begin_ >= 0) close_run(num_granules);
-    if (num_items_ == 0) begin_partial(0);
-    close_partial();
+    if (num_items_ == 0) emit(0, 1, false);
     flush();
-    // A row half that sees nothing computes the first item, whose bits hide everything from it.
-    const uint32_t missing = (has_upper_ ? 0u : 1u) | (has_lower_ ? 0u : 4u);
-    if (is_writer_) spans_[0].packed |= missing << (kSpanCountBits + 1);
   }
   __device__ int32_t num_items() const { return num_items_; }
   __device__ int32_t num_spans() const { return num_spans_; }
@@ -98,65 +94,41 @@ class SpanWriter {
 
   __device__ void close_run(int32_t end) {
     const int32_t num_full = (end - run_begin_) / kGranulesPerItem;
+    if (num_full > 0) emit(run_begin_, num_full, true);
     const int32_t rest = run_begin_ + num_full * kGranulesPerItem;
-    if (num_full > 0) {
-      close_partial();
-      push(run_begin_, num_full, true, kAllParts);
-      num_items_ += num_full;
-      has_upper_ = has_lower_ = true;
-    }
     run_begin_ = -1;
-    if (rest < end) {
-      begin_partial(rest);
-      for (int32_t idx = rest; idx < end; ++idx) see(idx, true, true);
-    }
+    if (rest < end) emit(rest, 1, false);
   }
-  __device__ void begin_partial(int32_t granule) {
-    close_partial();
-    ++num_items_;
-    partial_begin_ = granule, partial_parts_ = 0, has_partial_ = true;
-    next_free_ = granule + kGranulesPerItem;
-  }
-  __device__ void see(int32_t idx, bool upper, bool lower) {
-    const int32_t half = 2 * (idx - partial_begin_) >= kGranulesPerItem ? 1 : 0;
-    partial_parts_ |= (upper ? 1 << half : 0) | (lower ? 4 << half : 0);
-  }
-  __device__ void close_partial() {
-    if (!has_partial_) return;
-    has_partial_ = false;
-    has_upper_ |= (partial_parts_ & 3) != 0;
-    has_lower_ |= (partial_parts_ & 12) != 0;
-    push(partial_begin_, 1, false, partial_parts_);
-  }
-  __device__ void push(int32_t granule, int32_t count, bool is_full, int32_t parts) {
-    if (open_count_ > 0 && open_is_full_ == is_full && open_parts_ == parts &&
+  __device__ void emit(int32_t granule, int32_t count, bool is_full) {
+    num_items_ += count;
+    next_free_ = granule + count * kGranulesPerItem;
+    if (open_count_ > 0 && open_is_full_ == is_full &&
         open_granule_ + open_count_ * kGranulesPerItem == granule &&
         open_count_ + count <= kMaxSpanItems) {
       open_count_ += count;
       return;
     }
     flush();
-    for (; count > kMaxSpanItems; count -= kMaxSpanItems) {
-      write(granule, kMaxSpanItems, is_full, parts);
+    while (count > kMaxSpanItems) {
+      write(granule, kMaxSpanItems, is_full);
       granule += kMaxSpanItems * kGranulesPerItem;
+      count -= kMaxSpanItems;
     }
-    open_granule_ = granule, open_count_ = count, open_is_full_ = is_full, open_parts_ = parts;
+    open_granule_ = granule, open_count_ = count, open_is_full_ = is_full;
   }
   __device__ void flush() {
-    if (open_count_ > 0) write(open_granule_, open_count_, open_is_full_, open_parts_);
+    if (open_count_ > 0) write(open_granule_, open_count_, open_is_full_);
     open_count_ = 0;
   }
-  __device__ void write(int32_t granule, int32_t count, bool is_full, int32_t parts) {
-    if (is_writer_) spans_[num_spans_] = Span::make(granule, count, is_full, parts);
+  __device__ void write(int32_t granule, int32_t count, bool is_full) {
+    if (is_writer_) spans_[num_spans_] = Span::make(granule, count, is_full);
     ++num_spans_;
   }
 
   Span* spans_;
   bool is_writer_;
   int32_t run_begin_ = -1, next_free_ = 0;
-  int32_t partial_begin_ = 0, partial_parts_ = 0;
-  bool has_partial_ = false, has_upper_ = false, has_lower_ = false;
-  int32_t open_granule_ = 0, open_count_ = 0, open_parts_ = 0;
+  int32_t open_granule_ = 0, open_count_ = 0;
   bool open_is_full_ = false;
   int32_t num_items_ = 0, num_spans_ = 0;
 };
@@ -169,7 +141,6 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerCta)
   const int64_t list_idx = tile_idx / schedule.num_q_tiles;
   const int32_t q_tile_idx = static_cast<int32_t>(tile_idx % schedule.num_q_tiles);
   const int32_t q_begin = q_tile_idx * kTileQ, q_end = min(q_begin + kTileQ, mask.s_q);
-  const int32_t q_middle = min(q_begin + kTileQ / 2, mask.s_q);
   const int32_t* bounds = bounds_of_list(mask, list_idx);
   const ColumnHull* hulls = schedule.hulls + list_idx * schedule.num_hulls;
   const int32_t* block_row =  // one block_mask row: kTileQ == kBlockMaskTile
@@ -192,44 +163,39 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerCta)
         hull_class = HullClass::kPartial;  // columns past s_k are never visible
       }
     }
-    // One bit a granule: seen by the upper, the lower half of the rows; clear for all rows.
-    uint32_t upper = hull_class == HullClass::kSkip ? 0 : (1u << kGranulesPerHull) - 1;
-    uint32_t lower = upper;
+    uint32_t visible = hull_class == HullClass::kSkip ? 0 : (1u << kGranulesPerHull) - 1;
     uint32_t full = hull_class == HullClass::kFull ? (1u << kGranulesPerHull) - 1 : 0;
 
     for (uint32_t todo = __ballot_sync(kAllLanes, hull_class == HullClass::kPartial); todo != 0;
          todo &= todo - 1) {
       const int source = __ffs(todo) - 1;
-      uint32_t upper_bits = 0, lower_bits = 0, full_bits = 0;
+      uint32_t visible_bits = 0, full_bits = 0;
 #pragma unroll
       for (int step = 0; step < kHullCols / kWarp; ++step) {
         const int32_t k_idx = (chunk + source) * kHullCols + step * kWarp + lane;
-        bool is_upper = false, is_lower = false, is_clear = false;
+        bool is_hidden = true, is_clear = false;
         if (k_idx < mask.s_k) {
           const HiddenRows rows = hidden_rows(mask, bounds, k_idx);
-          is_upper = !covers(rows, q_begin, q_middle);
-          is_lower = q_middle < q_end && !covers(rows, q_middle, q_end);
+          is_hidden = covers(rows, q_begin, q_end);
           is_clear = !touches(rows, q_begin, q_end);
         }
-        const uint32_t shown_upper = __ballot_sync(kAllLanes, is_upper);
-        const uint32_t shown_lower = __ballot_sync(kAllLanes, is_lower);
+        const uint32_t shown = __ballot_sync(kAllLanes, !is_hidden);
         const uint32_t clear = __ballot_sync(kAllLanes, is_clear);
 #pragma unroll
         for (int part = 0; part < kWarp / kGranuleCols; ++part) {
           constexpr uint32_t kOnes = (1u << kGranuleCols) - 1;
           const int granule = step * (kWarp / kGranuleCols) + part;
-          if ((shown_upper >> (part * kGranuleCols) & kOnes) != 0) upper_bits |= 1u << granule;
-          if ((shown_lower >> (part * kGranuleCols) & kOnes) != 0) lower_bits |= 1u << granule;
+          if ((shown >> (part * kGranuleCols) & kOnes) != 0) visible_bits |= 1u << granule;
           if ((clear >> (part * kGranuleCols) & kOnes) == kOnes) full_bits |= 1u << granule;
         }
       }
-      if (lane == source) upper = upper_bits, lower = lower_bits, full = full_bits;
+      if (lane == source) visible = visible_bits, full = full_bits;
     }
 
     // All lanes walk the chunk together; runs of hulls that cannot change the state are jumped.
     const uint32_t all_full =
         __ballot_sync(kAllLanes, full == (1u << kGranulesPerHull) - 1);
-    const uint32_t all_hidden = __ballot_sync(kAllLanes, (upper | lower) == 0);
+    const uint32_t all_hidden = __ballot_sync(kAllLanes, visible == 0);
     for (int step = 0; step < kWarp;) {
       const int32_t granule_begin = (chunk + step) * kGranulesPerHull;
       const uint32_t jump = writer.wants_only_full_end()            ? all_full >> step
@@ -239,12 +205,11 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerCta)
         step += ~jump == 0 ? kWarp : __ffs(~jump) - 1;
         continue;
       }
-      const uint32_t upper_bits = __shfl_sync(kAllLanes, upper, step);
-      const uint32_t lower_bits = __shfl_sync(kAllLanes, lower, step);
+      const uint32_t visible_bits = __shfl_sync(kAllLanes, visible, step);
       const uint32_t full_bits = __shfl_sync(kAllLanes, full, step);
       for (int granule = 0; granule < kGranulesPerHull; ++granule) {
-        writer.granule(granule_begin + granule, upper_bits >> granule & 1,
-                       lower_bits >> granule & 1, full_bits >> granule & 1);
+        writer.granule(granule_begin + granule, visible_bits >> granule & 1,
+                       full_bits >> granule & 1);
       }
       ++step;
     }
@@ -258,9 +223,8 @@ constexpr int kOrderThreads = 256;
 
 __global__ void __launch_bounds__(kOrderThreads) order_kernel(ScheduleView schedule) {
   __shared__ int32_t smem_cost[kOrderThreads];
-  const uint32_t ctas_per_list = (schedule.num_q_tiles + kOrderThreads - 1) / kOrderThreads;
-  const int64_t list_begin = int64_t{blockIdx.x / ctas_per_list} * schedule.num_q_tiles;
-  const int32_t tile_idx = blockIdx.x % ctas_per_list * kOrderThreads + threadIdx.x;
+  const int64_t list_begin = int64_t{blockIdx.y} * schedule.num_q_tiles;
+  const int32_t tile_idx = blockIdx.x * kOrderThreads + threadIdx.x;
   const bool is_tile = tile_idx < schedule.num_q_tiles;
   const int2 own = is_tile ? schedule.tile_costs[list_begin + tile_idx] : int2{0, 0};
   int32_t rank = 0;
@@ -298,9 +262,9 @@ cudaError_t build_schedule(const MaskView& mask, void* blob, cudaStream_t stream
   scan_kernel<<<div_up(num_blocks, kWarpsPerCta), kThreads, 0, stream>>>(mask, schedule,
                                                                          num_blocks);
   list_kernel<<<div_up(num_tiles, kWarpsPerCta), kThreads, 0, stream>>>(mask, schedule, num_tiles);
-  const int64_t ctas_per_list = div_up(schedule.num_q_tiles, kOrderThreads);
-  order_kernel<<<static_cast<uint32_t>(num_lists * ctas_per_list), kOrderThreads, 0, stream>>>(
-      schedule);
+  order_kernel<<<dim3(div_up(schedule.num_q_tiles, kOrderThreads),
+                      static_cast<uint32_t>(num_lists)),
+                 kOrderThreads, 0, stream>>>(schedule);
   return cudaGetLastError();
 }
 
