@@ -16,8 +16,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from paddle_fm3.commands._doctor_checks import Check
 
 HELP = "check versions, libraries, the operator against an oracle, and the ranks under a launcher"
 RANK_SCRIPT = Path(__file__).with_name("_doctor_rank.py")
+LAUNCH_LIMIT_S = 180.0  # start-up of many processes on a busy machine included
 MARKS = {"ok": "ok  ", "note": "note", "fail": "FAIL"}
 
 
@@ -84,8 +87,6 @@ def _text(found: list[Check]) -> str:
 
 def _launch(arguments: argparse.Namespace) -> int:
     """Runs the rank script under Paddle's launcher on this machine; rank 0's report comes through."""
-    import tempfile
-
     passed = ["--seconds", str(arguments.seconds)]
     for name in ("device", "cp", "config"):
         if getattr(arguments, name) is not None:
@@ -96,9 +97,23 @@ def _launch(arguments: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", str(arguments.ranks)]
         command += ["--log_dir", log_dir, str(RANK_SCRIPT), *passed]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PADDLE_")}
-        finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        status, output = _run_bounded(command, environment, LAUNCH_LIMIT_S + arguments.seconds)
         report = Path(log_dir, "workerlog.0")
-        text = report.read_text(errors="replace") if report.exists() else finished.stdout + finished.stderr
+        text = (report.read_text(errors="replace") if report.exists() else "") or output
     _, mark, rest = text.partition(checks.REPORT_BEGIN)
     print(rest.partition(checks.REPORT_END)[0].strip() if mark else f"the ranks printed no report:\n{text[-2000:]}")
-    return finished.returncode if mark else 1
+    return status if mark else 1
+
+
+def _run_bounded(command: list[str], environment: dict[str, str], limit_s: float) -> tuple[int, str]:
+    """Exit status and output; the launcher and all that it started are ended after the limit."""
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the workers share the launcher's session
+        output, _ = process.communicate()
+        return 1, f"{output}\nno end within {limit_s:g} s; the ranks were stopped"
+    return process.returncode, output

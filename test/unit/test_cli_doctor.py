@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from paddle_fm3 import flashmask_attention
 from paddle_fm3.__main__ import main
 from paddle_fm3.commands import _doctor_checks as checks
+from paddle_fm3.commands import doctor
 from paddle_fm3.integration.paddlenlp import config_schema
 from paddle_fm3.testing import cases
 
@@ -116,6 +118,14 @@ def test_ranks_of_the_118b_layout_check_collectives_and_attention_together(capsy
     assert "right over 2 ranks" in details["collectives"]
     assert "forward and backward agree with the oracle" in details["attention over ranks"]
     assert details["other ranks"] == "4 ranks agree"
+
+
+def test_ranks_that_never_end_are_stopped():
+    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print('up', flush=True); time.sleep(60)"
+    begin_s = time.monotonic()
+    status, output = doctor._run_bounded([sys.executable, "-c", code], dict(os.environ), 2.0)
+    assert status == 1 and output.startswith("up") and "no end within 2 s; the ranks were stopped" in output
+    assert time.monotonic() - begin_s < 20  # the grandchild held the pipe: it is gone too
 
 
 def test_a_layout_for_other_ranks_is_refused(monkeypatch):
