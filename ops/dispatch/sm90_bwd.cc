@@ -70,19 +70,14 @@ std::string check_served(const BwdParams& params) {
   return "";
 }
 
-// Heads whose dQ sums are open at a time. Work is claimed head by head, a head's slot is free when
-// its last sum was converted, about 24 steps after its last key tile ended, and no CTA should wait
-// for that: the slots must hold the key tiles that 132 CTAs begin meanwhile, which have at least two
-// steps a query head. Measured on an H200 at 8K (64 key tiles a head), window / causal: 4 slots 15.3
-// / 108 ms, 7 12.5 / 65, 16 10.4 / 44, 24 10.7 / 45, all 512 heads 11.0 / 45.
+// Heads whose dQ sums are open at a time. Work is claimed head by head, and a head's slot is free when
+// its last sum was converted; no CTA should wait for that. Measured on an H200 at 8K (64 key tiles a
+// head; window, causal, causal document; TFLOP/s): 8 slots 272, 450, 276; 14 slots 288, 495, 363; 25
+// slots 286, 495, 364. So the slots hold about a thousand key tiles, and three heads at least.
 int64_t ring_heads(const BwdParams& params, int64_t num_k_tiles) {
-  const Shape& shape = params.shape;
-  const int64_t num_heads = int64_t{shape.b} * shape.h_kv;
-  const int64_t open_tiles = 200 + 1400 / (shape.h_q / shape.h_kv);
-#ifdef FM3_DEV
-  if (getenv("RING")) return std::min(num_heads, (int64_t)atoi(getenv("RING")));
-#endif
-  return std::min(num_heads, 1 + div_up(open_tiles, num_k_tiles));
+  constexpr int64_t kOpenTiles = 1024;
+  const int64_t num_heads = int64_t{params.shape.b} * params.shape.h_kv;
+  return std::min(num_heads, std::max<int64_t>(3, 1 + div_up(kOpenTiles, num_k_tiles)));
 }
 
 // Lays the workspace out from `base` (may be nullptr); returns its bytes.

@@ -25,7 +25,7 @@ using ptx::Barrier;
 using sm90::ColumnHull;
 
 constexpr int kNumInfo = 8;         // steps remembered; > C::kQStages + what the dQ writer may lag
-constexpr int kNumEvents = 16;      // finished dQ parts waiting for the converter warps
+constexpr int kNumEvents = 8;       // finished dQ parts waiting for the converter warps
 constexpr int kBackBuffers = 3;     // pieces of a finished dQ sum on their way to a converter
 constexpr int kNumConsumerWarps = 8;
 constexpr int kNumThreads = 384;    // warpgroup 0: loader, dQ writer, 2 converters; 1 and 2: products
@@ -124,8 +124,8 @@ struct Sizes {
 // dq_full           8 / parts       consumers         writer                read dq
 // dq_empty[part]    1               writer, converter consumers             overwrite dq with the next
 // dq_back_full[.][.] 1 + bytes      converter (bulk)  that converter        read dq_back[.]
-// event_full[16]    1               writer            converter             read event[.]
-// event_empty[16]   1               converter         writer                overwrite event[.]
+// event_full[8]    1               writer            converter             read event[.]
+// event_empty[8]    1               converter         writer                overwrite event[.]
 // kStepBarrier      256             consumers         consumers             read both halves of ds; at a
 //                                                                           tile's end: overwrite it
 // kGroupBarrier + g 128             warpgroup g       warpgroup g           store what is in ds[g]
