@@ -3,13 +3,16 @@
 // the columns of dQ, for which both halves of dS meet in shared memory once a step.
 //
 // Order of one step i. Both warpgroups run in step: they meet once a step.
-//     issue dP_i (on top of -delta), hand dQ_{i-1} over | P_i = exp2(S_i scale - lse)
-//     issue dV_i | dS_i = P_i dP_i, store | issue S_{i+1} | meet | issue dQ_i, dK_i
-//     stage dQ_i                                      while dK_i runs
-// Not run on a GPU in this form. Of its parent (handing over after the scores, loading lse at use) 3840
-// cycles a step were measured (H200, 8K full, ncu), 300 of them waiting for the reduction to free the
-// dQ buffer and 390 for delta and lse.
+//     P_i = exp2(S_i scale - lse)                    while dQ_{i-1} and dK_{i-1} run
+//     stage dQ_{i-1}, load delta, hand dQ_{i-1} over | issue dP_i (on top of -delta), dV_i
+//     dS_i = P_i dP_i, store                         while dV_i runs
+//     issue S_{i+1}, load lse | meet | issue dQ_i, dK_i
+// Not run on a GPU in this form. Of its parent (handing over after dV, loading lse at use) 4300 cycles a
+// step were measured (H200, 8K full, ncu), 590 of them waiting for the reduction to free the dQ buffer
+// and 460 for lse.
 #pragma once
+
+#include <type_traits>
 
 #include "config.cuh"
 #include "dq.cuh"
@@ -130,11 +133,36 @@ __device__ __forceinline__ void store_gradient_tma(const float (&acc)[kDim / 2],
   }
 }
 
-template <class C>
-__device__ __forceinline__ void load_lse(float2 (&lse)[8], const Smem<C>& smem, uint32_t q_slot) {
-  const float* rows = smem.lse_log2[q_slot] + 2 * (threadIdx.x % 4);
+// The thread's scores of step `count` turn into P = exp2(S * scale - lse), log2 throughout. A hidden
+// row has lse = +inf, hence P = 0.
+__device__ __forceinline__ void load_rows(float2 (&values)[8], const float* rows) {
 #pragma unroll
-  for (int j = 0; j < 8; ++j) lse[j] = *reinterpret_cast<const float2*>(rows + 8 * j);
+  for (int j = 0; j < 8; ++j) {
+    values[j] = *reinterpret_cast<const float2*>(rows + 8 * j + 2 * (threadIdx.x % 4));
+  }
+}
+template <class C>
+__device__ __forceinline__ void scores_to_p(float (&x)[32], const float2 (&lse)[8],
+                                            const Smem<C>& smem, uint32_t count,
+                                            float scale_log2) {
+  const int32_t lane = threadIdx.x % 32;
+  const StepInfo& info = smem.info[count % kNumInfo];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      x[4 * j + 2 * i] = fmaf(x[4 * j + 2 * i], scale_log2, -lse[j].x);
+      x[4 * j + 2 * i + 1] = fmaf(x[4 * j + 2 * i + 1], scale_log2, -lse[j].y);
+    }
+  }
+  const uint32_t flags = info.flags;
+  if (flags & kStepPartial) {
+    const int32_t key = (threadIdx.x - 128) / 32 * 16 + lane / 4;
+    hide<8>(x, smem.bounds[flags & kStepBoundsSlot ? 1 : 0] + key,
+            info.q_tile_idx * kBlockQ + 2 * (lane % 4));
+  }
+#pragma unroll
+  for (int idx = 0; idx < 32; ++idx) x[idx] = ptx::exp2_approx(x[idx]);
 }
 
 // Stores this warpgroup's half of the dQ of step `count` where the writer takes it from.
@@ -210,7 +238,8 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
     for (int idx = 0; idx < C::kDimV / 2; ++idx) acc_dv[idx] = 0.f;
     if (num_steps > 0) {
       float acc_s[32], acc_dp[32], acc_dq[kDqN / 2];
-      float2 lse[8];  // of the step's rows, read well before use: loads are slow while products run
+      // Of the rows of the step to come, read well before use: loads are slow while products run.
+      float2 lse[8];
       uint32_t reg_p[16];
       ptx::mbar_wait(&smem.q_full[step_pos.slot()], step_pos.parity());
       ptx::mbar_wait(&smem.k_full, num_kv & 1);
@@ -218,23 +247,25 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
       gemm_depth_major<kBlockQ, C::kDim, C::kBlockK, kBlockQ, T>(
           acc_s, desc_k, ptx::advance(desc_q, step_pos.slot() * Sizes<C>::kQBytes), false);
       ptx::wgmma_commit();
-      load_lse<C>(lse, smem, step_pos.slot());
       ptx::mbar_wait(&smem.v_full, num_kv & 1);
       // The previous tile's dK has left `ds`, for both warpgroups.
       if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
       ptx::named_barrier_sync(kStepBarrier, 256);
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(acc_s);
+      ptx::mbar_wait(&smem.dout_full[step_pos.count % C::kDoutStages],
+                     step_pos.count / C::kDoutStages & 1);  // the bounds come with dO
+      load_rows(lse, smem.lse_log2[step_pos.slot()]);
+      scores_to_p<C>(acc_s, lse, smem, step_pos.count, scale_log2);
 
-#pragma unroll 1
-      for (int32_t step = 0; step < num_steps; ++step) {
+      const auto run_step = [&](bool is_first, auto is_last_constant) __attribute__((always_inline)) {
+        constexpr bool is_last = decltype(is_last_constant)::value;
         const uint32_t slot = step_pos.slot();
         RingPos<C::kDoutStages> dout_pos;
         dout_pos.count = step_pos.count;
         const uint32_t dout_slot = dout_pos.slot();
-        const bool is_last = step + 1 == num_steps;
-        // In flight here: dK of the previous step.
-        ptx::mbar_wait(&smem.dout_full[dout_slot], dout_pos.parity());
+
+        // P is in acc_s. In flight: dK of the previous step.
         const float* minus_delta = smem.minus_delta[dout_slot] + 2 * (lane % 4);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
@@ -242,44 +273,23 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
           acc_dp[4 * j] = acc_dp[4 * j + 2] = row.x;
           acc_dp[4 * j + 1] = acc_dp[4 * j + 3] = row.y;
         }
-        // The dQ staged by the previous step: shared-memory accesses of a warp complete in order, so
-        // the fence has little left to wait for once delta has arrived.
-        if (step > 0) hand_over_dq(smem);
+        // The sooner the better: the reduction reads the buffer for 1800 to 2000 cycles of a step.
+        if (!is_first) hand_over_dq(smem);
         ptx::wgmma_fence();
         gemm_depth_major<kBlockQ, C::kDimV, C::kBlockK, kBlockQ, T>(
             acc_dp, desc_v, ptx::advance(desc_dout, dout_slot * Sizes<C>::kDoutBytes), true);
         ptx::wgmma_commit();
-
-        // P = exp2(S * scale - lse), log2 throughout. A hidden row has lse = +inf, hence P = 0.
-        const StepInfo& info = smem.info[step_pos.count % kNumInfo];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            acc_s[4 * j + 2 * i] = fmaf(acc_s[4 * j + 2 * i], scale_log2, -lse[j].x);
-            acc_s[4 * j + 2 * i + 1] = fmaf(acc_s[4 * j + 2 * i + 1], scale_log2, -lse[j].y);
-          }
-        }
-        const uint32_t flags = info.flags;
-        if (flags & kStepPartial) {
-          hide<8>(acc_s,
-                  smem.bounds[flags & kStepBoundsSlot ? 1 : 0] + group_idx * 64 + warp * 16 +
-                      lane / 4,
-                  info.q_tile_idx * kBlockQ + 2 * (lane % 4));
-        }
-#pragma unroll
-        for (int idx = 0; idx < 32; ++idx) acc_s[idx] = ptx::exp2_approx(acc_s[idx]);
-        ptx::wgmma_wait<1>();  // dK of the previous step
-        if (step > 0 && is_leader) {
-          ptx::mbar_arrive(&smem.q_empty[slot == 0 ? C::kQStages - 1 : slot - 1]);
-        }
 #pragma unroll
         for (int idx = 0; idx < 16; ++idx) {
           reg_p[idx] = ptx::pack2<T>(acc_s[2 * idx], acc_s[2 * idx + 1]);
         }
+        ptx::wgmma_wait<1>();  // dK of the previous step
+        if (!is_first && is_leader) {
+          ptx::mbar_arrive(&smem.q_empty[slot == 0 ? C::kQStages - 1 : slot - 1]);
+        }
         ptx::wgmma_fence();
-        gemm_from_registers<C::kDimV, T>(acc_dv, reg_p,
-                                         ptx::advance(desc_dout_mn, dout_slot * Sizes<C>::kDoutBytes));
+        gemm_from_registers<C::kDimV, T>(
+            acc_dv, reg_p, ptx::advance(desc_dout_mn, dout_slot * Sizes<C>::kDoutBytes));
         ptx::wgmma_commit();
         ptx::wgmma_wait<1>();  // dP - delta
         ptx::wgmma_pin(acc_dp);
@@ -300,7 +310,7 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
           }
           store_matrices((ds_address ^ (k_step * 32)) + ds_buffer * kDsBytes, reg_ds);
         }
-        if (is_last) {
+        if constexpr (is_last) {
           if (is_leader) ptx::mbar_arrive(&smem.v_empty);
         } else {
           RingPos<C::kQStages> next_pos = step_pos;
@@ -312,7 +322,7 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
           ptx::wgmma_commit();
         }
         ptx::fence_proxy_async();
-        if (!is_last) load_lse<C>(lse, smem, (step_pos.count + 1) % C::kQStages);
+        if constexpr (!is_last) load_rows(lse, smem.lse_log2[(step_pos.count + 1) % C::kQStages]);
         ptx::named_barrier_sync(kStepBarrier, 256);
 
         ptx::wgmma_fence();
@@ -330,17 +340,25 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
               ptx::advance(desc_q_mn, slot * Sizes<C>::kQBytes + k_step * 2048), 1);
         }
         ptx::wgmma_commit();
-        ptx::wgmma_wait<1>();  // dV, next S, dQ; dK stays in flight
+        ptx::wgmma_wait<2>();  // dV and the next S; dQ and dK stay in flight
         ptx::wgmma_pin(acc_s);
-        ptx::wgmma_pin(acc_dq);
-        if (is_leader) {
-          ptx::mbar_arrive(&smem.dout_empty[dout_slot]);
-          if (is_last) ptx::mbar_arrive(&smem.k_empty);
+        if (is_leader) ptx::mbar_arrive(&smem.dout_empty[dout_slot]);
+        if constexpr (!is_last) {
+          const uint32_t next = step_pos.count + 1;
+          ptx::mbar_wait(&smem.dout_full[next % C::kDoutStages], next / C::kDoutStages & 1);
+          scores_to_p<C>(acc_s, lse, smem, next, scale_log2);
         }
+        ptx::wgmma_wait<1>();  // dQ
+        ptx::wgmma_pin(acc_dq);
         stage_dq<C>(acc_dq, smem, step_pos.count);
         ++step_pos.count;
-      }
-      hand_over_dq(smem);  // of the last step
+      };
+      // The last step is a copy of its own: a conditional S would make ptxas serialize the products.
+#pragma unroll 1
+      for (int32_t step = 0; step + 1 < num_steps; ++step) run_step(step == 0, std::false_type{});
+      run_step(num_steps == 1, std::true_type{});
+      if (is_leader) ptx::mbar_arrive(&smem.k_empty);
+      hand_over_dq(smem);
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(acc_dk);
       ptx::wgmma_pin(acc_dv);
