@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -31,8 +30,10 @@ import numpy as np  # noqa: E402
 from demo_parts import report, text  # noqa: E402
 
 from paddle_fm3.distributed.partition import contiguous_partition, dual_chunk_partition  # noqa: E402
+from paddle_fm3.testing.processes import kill_tree  # noqa: E402
 
 PARTITIONS = {"dual_chunk": dual_chunk_partition, "contiguous": contiguous_partition}
+PATH_DEFAULTS = {"runs": str(REPOSITORY / "runs"), "json": None}
 STALL_LIMIT_S = 240  # a run that reports no step for so long is given up
 
 
@@ -40,6 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", help="folder or file with .txt .md .py .jsonl .parquet text")
     parser.add_argument("--run", help="name of the folder under runs/ (default: date and time)")
+    parser.add_argument("--runs", metavar="DIR", default=PATH_DEFAULTS["runs"], help="where run folders are made")
     parser.add_argument("--tokenizer", help="a tokenizer.json; default: bytes")
     parser.add_argument("--ranks", type=int, default=2, help="context-parallel ranks (default 2)")
     parser.add_argument("--strategy", choices=sorted(PARTITIONS), default="dual_chunk")
@@ -62,16 +64,14 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
-    run_dir = REPOSITORY / "runs" / (arguments.run or datetime.datetime.now().strftime("demo-%Y%m%d-%H%M%S"))
+    run_dir = Path(arguments.runs) / (arguments.run or datetime.datetime.now().strftime("demo-%Y%m%d-%H%M%S"))
     try:
         return run_demo(arguments, run_dir)
     except text.DemoError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(
-            f"\ndemo: stopped by you; what was written so far is in {run_dir.relative_to(REPOSITORY)}", file=sys.stderr
-        )
+        print(f"\ndemo: stopped by you; what was written so far is in {os.path.relpath(run_dir)}", file=sys.stderr)
         return 130
 
 
@@ -106,6 +106,8 @@ def repeat_arguments(arguments: argparse.Namespace, run_name: str) -> list[str]:
     """Every option spelled out, so that changed defaults do not change the run."""
     options: list[str] = []
     for name, value in vars(arguments).items():
+        if name in ("runs", "json") and value == PATH_DEFAULTS[name]:
+            continue
         value = run_name if name == "run" else value
         flag = "--" + name.replace("_", "-")
         if value is True:
@@ -166,12 +168,12 @@ def train(run_dir: Path, num_ranks: int, num_steps: int) -> list[dict[str, Any]]
         try:
             show_progress(process, metrics_path, num_steps)
         finally:
-            stop(process)
+            kill_tree(process)
     metrics = report.read_metrics(metrics_path)
     if process.returncode != 0 or len(metrics) != num_steps:
         raise text.DemoError(
             f"the run on {num_ranks} rank(s) ended after {len(metrics)} of {num_steps} steps with code "
-            f"{process.returncode}: {last_error(log_dir)} (logs: {log_dir.relative_to(REPOSITORY)})"
+            f"{process.returncode}: {last_error(log_dir)} (logs: {os.path.relpath(log_dir)})"
         )
     return metrics
 
@@ -193,15 +195,6 @@ def show_progress(process: subprocess.Popen[bytes], metrics_path: Path, num_step
         if is_over or time.monotonic() - last_change > STALL_LIMIT_S:
             return
         time.sleep(0.3)
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends the process and everything it started: the launcher leaves its ranks behind when it is killed."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
 
 
 def last_error(log_dir: Path) -> str:
@@ -267,7 +260,7 @@ def finish(
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     if arguments.json:
         append_record(Path(arguments.json), summary)
-    print(f"\nfiles: {run_dir.relative_to(REPOSITORY)}/ (demo.png, metrics, logs)\nrepeat: {command}")
+    print(f"\nfiles: {os.path.relpath(run_dir)}/ (demo.png, metrics, logs)\nrepeat: {command}")
     return exit_code
 
 

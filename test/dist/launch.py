@@ -11,6 +11,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from paddle_fm3.testing.processes import kill_tree
+
 REPO_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -42,25 +44,14 @@ def launch(script: Path, args: list[str], num_ranks: int, work_dir: Path, timeou
         command = [sys.executable, *launcher, str(script), *args]
     output_path = log_dir / "launcher.log"
     with output_path.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=work_dir, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(command, cwd=work_dir, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
             exit_code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             exit_code = -signal.SIGKILL
         finally:
-            _kill_session(process)
+            kill_tree(process)
     if num_ranks == 1:
         return LaunchResult(exit_code, [output_path.read_text()])
     logs = [log_dir / f"workerlog.{rank}" for rank in range(num_ranks)]
     return LaunchResult(exit_code, [log.read_text() if log.exists() else "" for log in logs])
-
-
-def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    # The launcher does not reap its children when it is killed; they share its session.
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
