@@ -102,6 +102,14 @@ def test_kernel_tables_take_the_newest_passing_record_of_one_run(tmp_path):
         {**GPU_RECORD, "case": "8k_full", "impl": "flex", "tflops_exact": 1, "run": "r0", "date": "2026-01-01"},
         {**GPU_RECORD, "case": "8k_full", "impl": "flex", "tflops_exact": 2, "date": "2026-01-03", "refcheck": "fail"},
         {**GPU_RECORD, "case": "128k_full", "impl": "fm3", "tflops_exact": 600},
+        {
+            **GPU_RECORD,
+            "case": "128k_full",
+            "impl": "fm3",
+            "tflops_exact": 3,
+            "deterministic": True,
+            "date": "2026-02-01",
+        },
         {**GPU_RECORD, "case": "128k_full", "impl": "flex", "tflops_exact": 500},
     ]
     (tmp_path / "attention_gpu.jsonl").write_text("\n".join(map(json.dumps, lines)))

@@ -163,58 +163,55 @@ def table_8(results: Path) -> list[str]:
     ]
 
 
+def passing(path: Path) -> list[Record]:
+    """Attention records whose results were compared with a reference and agreed."""
+    return [one for one in read(path) if one.get("bench") == "attention" and one.get("refcheck") == "pass"]
+
+
 def kernel_table(results: Path, table: int) -> list[str]:
     figures, impls = (paper.TABLE_6, paper.TABLE_6_IMPLS) if table == 6 else (paper.TABLE_7, paper.TABLE_7_IMPLS)
     phase = "total" if table == 6 else "fwd"
-    measured = [one for one in read(results / "attention_gpu.jsonl") if one.get("bench") == "attention"]
-    peers = [
-        name
-        for name in ("fm3", "fa3", "fa4", "flashmask_v3", "flex", "cudnn")
-        if any(one["impl"] == name for one in measured)
-    ]
+    wanted = {"phase": phase, "dtype": "bfloat16"}
+    measured = [one for one in passing(results / "attention_gpu.jsonl") if one["case"] in figures]
+    measured = [one for one in measured if all(one[name] == value for name, value in wanted.items())]
+    known = ("fm3", "fa3", "fa4", "flashmask_v3", "flex", "cudnn")
+    peers = [name for name in known if any(one["impl"] == name for one in measured)]
     rows = []
     for case, published in figures.items():
-        ours = [kernels.newest(measured, case=case, impl=name, phase=phase, dtype="bfloat16") for name in peers]
-        rows.append(
-            [case, *(f"{one['tflops_exact']:.0f}" if one else "–" for one in ours), *(f"{x:.0f}" for x in published)]
-        )
+        ours = [kernels.newest(measured, case=case, impl=name) for name in peers]
+        shown = [f"{one['tflops_exact']:.0f}" if one else "–" for one in ours]
+        rows.append([case, *shown, *(f"{x:.0f}" for x in published)])
     head = ["case", *(f"{name}, here" for name in peers), *(f"{name}, paper" for name in impls)]
     if measured:
         lead = f"**Measured here**, TFLOP/s by visible pairs: {origin(measured[-1:])}"
         lead += " The paper counts whole 128 x 128 blocks."
     else:
         lead = f"TFLOP/s. {CPU_ONLY}"
-    return [lead, markdown(head, rows), *cpu_share(results)]
+    return [lead, markdown(head, rows), *cpu_share(results, phase)]
 
 
-def cpu_share(results: Path) -> list[str]:
-    """What a CPU can show of the same masks: time against a dense peer."""
-    measured = [one for one in read(results / "attention_cpu.jsonl") if one.get("bench") == "attention"]
-    rows = []
+def cpu_share(results: Path, phase: str) -> list[str]:
+    """What a CPU can show of the same masks: time against a dense peer of the same run."""
+    measured = passing(results / "attention_cpu.jsonl")
+    rows, used = [], []
     for case in kernels.CPU_CASES:
-        ours = kernels.newest(measured, case=case, impl="fm3", phase="total", dtype="float32")
-        dense = ours and kernels.newest(
-            measured, case=case, impl="paddle_dense", phase="total", dtype="float32", run=ours["run"]
-        )
+        wanted = {"case": case, "phase": phase, "dtype": "float32"}
+        dense = kernels.newest(measured, impl="paddle_dense", **wanted)
+        ours = dense and kernels.newest(measured, impl="fm3", run=dense["run"], **wanted)
         if ours and dense:
-            ratio = dense["ms_median"] / ours["ms_median"]
-            rows.append(
-                [
-                    case,
-                    f"{ours['ms_median']:.0f}",
-                    f"{dense['ms_median']:.0f}",
-                    f"{ratio:.2f}×",
-                    f"{ours['density_block']:.3f}",
-                ]
-            )
+            used.append(ours)
+            times = (ours["ms_median"], dense["ms_median"])
+            shown = [f"{ms:.0f}" for ms in times]
+            rows.append([case, *shown, f"{times[1] / times[0]:.2f}×", f"{ours['density_block']:.3f}"])
     if not rows:
         return []
     head = ["case, one head, float32", "fm3, ms", "paddle dense, ms", "faster", "visited share"]
-    return [f"On a CPU, forward and backward: {origin(measured[-1:])}", markdown(head, rows)]
+    what = "forward and backward" if phase == "total" else "forward"
+    return [f"On a CPU, {what}: {origin(used)}", markdown(head, rows)]
 
 
 def table_4(results: Path) -> list[str]:
-    measured = [one for one in read(results / "attention_gpu.jsonl") if one.get("bench") == "attention"]
+    measured = passing(results / "attention_gpu.jsonl")
     rows = []
     for (peer, scope), published in paper.TABLE_4.items():
         found = kernels.improvement(measured, peer, None if scope == "all" else scope)
