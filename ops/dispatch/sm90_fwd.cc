@@ -55,6 +55,10 @@ std::string check_served(const FwdParams& params) {
     return "d_qk=" + std::to_string(shape.d_qk) + ", d_v=" + std::to_string(shape.d_v) +
            "; sm90 serves head dims up to 256" + elsewhere;
   }
+  if (int64_t{params.mask.b} * params.mask.h_mask > kMaxLists) {
+    return "b * h_mask=" + std::to_string(int64_t{params.mask.b} * params.mask.h_mask) +
+           "; sm90 serves up to " + std::to_string(kMaxLists);
+  }
   if (shape.s_k > kMaxKeyCols) {
     return "s_k=" + std::to_string(shape.s_k) + "; sm90 serves up to " + std::to_string(kMaxKeyCols);
   }
@@ -208,6 +212,10 @@ int32_t fm3_sm90_build_schedule(const fm3::MaskView* mask, void* schedule, void*
   if (error.empty() && schedule == nullptr) error = "schedule is nullptr";
   if (error.empty() && mask->s_k > fm3::sm90::kMaxKeyCols) {
     error = "s_k=" + std::to_string(mask->s_k) + "; at most " + std::to_string(fm3::sm90::kMaxKeyCols);
+  }
+  if (error.empty() && int64_t{mask->b} * mask->h_mask > fm3::sm90::kMaxLists) {
+    error = "b * h_mask=" + std::to_string(int64_t{mask->b} * mask->h_mask) + "; at most " +
+            std::to_string(fm3::sm90::kMaxLists);
   }
   if (!error.empty()) return fm3::sm90::fail(Status::kInvalidArgument, kName, error);
   const cudaError_t status =

@@ -3,6 +3,7 @@
 // query tile's list of spans, order the tiles by falling cost.
 #include "build.cuh"
 #include "device_schedule.cuh"
+#include "span_writer.cuh"
 
 namespace fm3::sm90 {
 namespace {
@@ -53,86 +54,6 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerCta)
 }
 
 // --- 2. Spans: one warp a query tile -------------------------------------------------------------
-// Cuts the ascending sequence of granules into items: a run of FULL granules gives FULL items from
-// its start; what is left of it, and any PARTIAL granule, begins a partial item that swallows the
-// granules after it. The first uncovered visible granule always begins an item, so no cover by
-// items of this length is shorter.
-class SpanWriter {
- public:
-  __device__ SpanWriter(Span* spans, bool is_writer) : spans_(spans), is_writer_(is_writer) {}
-
-  __device__ bool wants_only_full_end() const { return run_begin_ >= 0; }
-  __device__ bool is_idle_at(int32_t granule) const {
-    return run_begin_ < 0 && granule >= next_free_;
-  }
-
-  __device__ void granule(int32_t idx, bool is_visible, bool is_full) {
-    if (idx < next_free_) return;
-    if (run_begin_ >= 0) {
-      if (is_full) return;
-      close_run(idx);
-      if (idx < next_free_) return;
-    }
-    if (!is_visible) return;
-    if (is_full) {
-      run_begin_ = idx;
-    } else {
-      emit(idx, 1, false);
-    }
-  }
-
-  __device__ void finish(int32_t num_granules) {
-    if (run_begin_ >= 0) close_run(num_granules);
-    if (num_items_ == 0) emit(0, 1, false);
-    flush();
-  }
-  __device__ int32_t num_items() const { return num_items_; }
-  __device__ int32_t num_spans() const { return num_spans_; }
-
- private:
-  static constexpr int32_t kGranulesPerItem = kItemCols / kGranuleCols;
-
-  __device__ void close_run(int32_t end) {
-    const int32_t num_full = (end - run_begin_) / kGranulesPerItem;
-    if (num_full > 0) emit(run_begin_, num_full, true);
-    const int32_t rest = run_begin_ + num_full * kGranulesPerItem;
-    run_begin_ = -1;
-    if (rest < end) emit(rest, 1, false);
-  }
-  __device__ void emit(int32_t granule, int32_t count, bool is_full) {
-    num_items_ += count;
-    next_free_ = granule + count * kGranulesPerItem;
-    if (open_count_ > 0 && open_is_full_ == is_full &&
-        open_granule_ + open_count_ * kGranulesPerItem == granule &&
-        open_count_ + count <= kMaxSpanItems) {
-      open_count_ += count;
-      return;
-    }
-    flush();
-    while (count > kMaxSpanItems) {
-      write(granule, kMaxSpanItems, is_full);
-      granule += kMaxSpanItems * kGranulesPerItem;
-      count -= kMaxSpanItems;
-    }
-    open_granule_ = granule, open_count_ = count, open_is_full_ = is_full;
-  }
-  __device__ void flush() {
-    if (open_count_ > 0) write(open_granule_, open_count_, open_is_full_);
-    open_count_ = 0;
-  }
-  __device__ void write(int32_t granule, int32_t count, bool is_full) {
-    if (is_writer_) spans_[num_spans_] = Span::make(granule, count, is_full);
-    ++num_spans_;
-  }
-
-  Span* spans_;
-  bool is_writer_;
-  int32_t run_begin_ = -1, next_free_ = 0;
-  int32_t open_granule_ = 0, open_count_ = 0;
-  bool open_is_full_ = false;
-  int32_t num_items_ = 0, num_spans_ = 0;
-};
-
 __global__ void __launch_bounds__(kWarp* kWarpsPerCta)
     list_kernel(MaskView mask, ScheduleView schedule, int64_t num_tiles) {
   const int64_t tile_idx = int64_t{blockIdx.x} * kWarpsPerCta + threadIdx.x / kWarp;
@@ -226,21 +147,21 @@ __global__ void __launch_bounds__(kOrderThreads) order_kernel(ScheduleView sched
   const int64_t list_begin = int64_t{blockIdx.y} * schedule.num_q_tiles;
   const int32_t tile_idx = blockIdx.x * kOrderThreads + threadIdx.x;
   const bool is_tile = tile_idx < schedule.num_q_tiles;
-  const int2 own = is_tile ? schedule.tile_costs[list_begin + tile_idx] : int2{0, 0};
+  const TileCost own = is_tile ? schedule.tile_costs[list_begin + tile_idx] : TileCost{0, 0};
   int32_t rank = 0;
   for (int32_t base = 0; base < schedule.num_q_tiles; base += kOrderThreads) {
     const int32_t other_idx = base + threadIdx.x;
     smem_cost[threadIdx.x] =
-        other_idx < schedule.num_q_tiles ? schedule.tile_costs[list_begin + other_idx].x : -1;
+        other_idx < schedule.num_q_tiles ? schedule.tile_costs[list_begin + other_idx].items : -1;
     __syncthreads();
     const int32_t others = min(kOrderThreads, schedule.num_q_tiles - base);
     for (int idx = 0; idx < others; ++idx) {
       const int32_t cost = smem_cost[idx];
-      rank += cost > own.x || (cost == own.x && base + idx < tile_idx);
+      rank += cost > own.items || (cost == own.items && base + idx < tile_idx);
     }
     __syncthreads();
   }
-  if (is_tile) schedule.order[list_begin + rank] = {tile_idx, own.y};
+  if (is_tile) schedule.order[list_begin + rank] = {tile_idx, own.spans};
 }
 
 int32_t div_up(int64_t value, int64_t divisor) {

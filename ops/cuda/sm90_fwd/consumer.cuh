@@ -32,7 +32,8 @@ class Consumer {
   //   wait S_j ; mask it ; P_j = exp2(S_j - m) while O is still multiplying
   //   wait O ; if j began a tile: write out the finished one, else rescale O if m grew
   // so the epilogue of a tile runs while the other group multiplies, and the tensor cores see the
-  // next tile's first product before it.
+  // next tile's first product before it. Taking turns by named barriers or not was within 2 % either
+  // way on every case of the fifteen (H200, 2026-11-29).
   __device__ __forceinline__ void run() {
     float acc_s[kRegsS];
     float acc_o[kRegsO];
@@ -61,15 +62,11 @@ class Consumer {
       if (next.flags & Config::kEnd) break;
       const bool is_new_tile = next.flags & Config::kFirst;
       if (is_new_tile) wait_q();
-#ifndef FM3_NO_PINGPONG
       ptx::named_barrier_sync(1 + group_, 256);
-#endif
       issue_qk(acc_s);
       ptx::mbar_wait_warp(&smem_.v_full[v_pos_.slot], v_pos_.parity);
       issue_pv(acc_o, reg_p, scale_o);
-#ifndef FM3_NO_PINGPONG
       ptx::named_barrier_arrive(2 - group_, 256);
-#endif
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(acc_s);
       // NOTE: the waits for O stand behind branches that need the exponentials or their maxima. In
