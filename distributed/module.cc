@@ -111,12 +111,12 @@ py::list from_messages(const std::vector<Message>& messages) {
 
 py::tuple run_timeline(const Array<int32_t>& gather, const std::optional<Array<int32_t>>& reduce,
                        const Array<int32_t>& node_of_rank, const Array<int32_t>& stage_rows,
-                       const Array<int32_t>& step_stages, const Array<double>& step_us,
+                       const Array<int32_t>& stage_place, const Array<int32_t>& step_stages, const Array<double>& step_us,
                        std::pair<double, double> fast, std::pair<double, double> slow, double reduce_row_factor,
                        bool with_messages) {
   const auto transfers = rows_to_structs<Transfer, int32_t>(gather);
   const TimelineProblem problem{&transfers, to_vector(node_of_rank), int32_t(stage_rows.shape(1)) - 2,
-                                to_vector(stage_rows), to_vector(step_stages), to_vector(step_us),
+                                to_vector(stage_rows), to_vector(stage_place), to_vector(step_stages), to_vector(step_us),
                                 {fast.first, fast.second}, {slow.first, slow.second}};
   std::vector<Transfer> back;
   if (reduce) back = rows_to_structs<Transfer, int32_t>(*reduce);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "node_groups.h"
 
+#include "rank_exchange.h"
+
 #include <algorithm>
 #include <numeric>
 
@@ -9,7 +11,6 @@ namespace {
 
 constexpr double kEvenEnough = 0.002;  // nodes this close to the mean are left alone
 constexpr size_t kTried = 12;          // chunks of a node that an exchange considers
-constexpr size_t kTradesVerified = 16;
 constexpr int kVerified = 4;           // candidates of an exchange whose traffic is computed exactly
 
 // How many chunks each node gets, in proportion to its slots.
@@ -268,109 +269,6 @@ class NodeDescent {
   Grouping& grouping_;
 };
 
-// --- exchanges between ranks --------------------------------------------------------------------
-
-// Single chunks traded between the latest rank and any other, on any node: what the balance inside nodes cannot
-// reach. A trade must make the later of the two earlier by more than it adds in transfer time.
-class RankDescent {
- public:
-  RankDescent(const NodeProblem& problem, Grouping& grouping, std::vector<int32_t>& ranks)
-      : problem_(problem), grouping_(grouping), ranks_(ranks), chunks_(problem.num_ranks()), loads_(problem.num_ranks()) {
-    for (int32_t chunk = 0; chunk < problem.num_chunks(); ++chunk) {
-      chunks_[ranks[chunk]].push_back(chunk);
-      loads_[ranks[chunk]] += problem.weights[chunk];
-    }
-  }
-
-  void run(double goal, int64_t last_step) {
-    while (grouping_.steps() < last_step) {
-      int32_t latest = 0;
-      for (int32_t rank = 1; rank < problem_.num_ranks(); ++rank) {
-        if (finish(rank) > finish(latest)) latest = rank;
-      }
-      if (finish(latest) <= goal || !trade_best(latest)) return;
-    }
-  }
-
- private:
-  struct Trade {
-    double gain_us;
-    int32_t other, mine, theirs;  // other rank; chunks, -1: nothing
-  };
-
-  double finish(int32_t rank) const { return double(loads_[rank]) / problem_.speed[rank]; }
-
-  bool trade_best(int32_t rank) {
-    std::vector<Trade> best;
-    const double before = finish(rank);
-    for (int32_t other = 0; other < problem_.num_ranks(); ++other) {
-      if (other == rank || finish(other) >= before) continue;
-      // No trade gets the later of the two below their common mean.
-      const double together =
-          double(loads_[rank] + loads_[other]) / (problem_.speed[rank] + problem_.speed[other]);
-      if (best.size() == kTradesVerified && (before - together) * problem_.us_per_load <= best.back().gain_us) continue;
-      const bool has_room = int32_t(chunks_[other].size()) < problem_.capacity[other];
-      for (int32_t mine : chunks_[rank]) {
-        if (has_room) consider(rank, other, mine, -1, before, best);
-        for (int32_t theirs : chunks_[other]) consider(rank, other, mine, theirs, before, best);
-      }
-    }
-    double best_net_us = 0;
-    const Trade* chosen = nullptr;
-    for (const Trade& trade : best) {
-      if (trade.gain_us <= best_net_us) break;
-      const double transfer_before = transfer_us(rank, trade.other);
-      apply(rank, trade);
-      const double net_us = trade.gain_us - kUnhiddenShare * (transfer_us(rank, trade.other) - transfer_before);
-      apply(rank, {0, trade.other, trade.theirs, trade.mine});
-      if (net_us > best_net_us) {
-        best_net_us = net_us;
-        chosen = &trade;
-      }
-    }
-    if (chosen == nullptr) return false;
-    apply(rank, *chosen);
-    return true;
-  }
-
-  void consider(int32_t rank, int32_t other, int32_t mine, int32_t theirs, double before, std::vector<Trade>& best) const {
-    const Load moved = problem_.weights[mine] - (theirs < 0 ? 0 : problem_.weights[theirs]);
-    if (moved <= 0) return;
-    const double after = std::max(double(loads_[rank] - moved) / problem_.speed[rank],
-                                  double(loads_[other] + moved) / problem_.speed[other]);
-    if (after >= before) return;
-    const Trade trade{(before - after) * problem_.us_per_load, other, mine, theirs};
-    const auto is_better = [](const Trade& x, const Trade& y) { return x.gain_us > y.gain_us; };
-    if (best.size() == kTradesVerified && !is_better(trade, best.back())) return;
-    if (best.size() == kTradesVerified) best.pop_back();
-    best.insert(std::upper_bound(best.begin(), best.end(), trade, is_better), trade);
-  }
-
-  double transfer_us(int32_t rank, int32_t other) const {
-    return grouping_.transfer_us(problem_.node_of_rank[rank]) + grouping_.transfer_us(problem_.node_of_rank[other]);
-  }
-
-  void apply(int32_t rank, const Trade& trade) {
-    if (trade.mine >= 0) give(trade.mine, rank, trade.other);
-    if (trade.theirs >= 0) give(trade.theirs, trade.other, rank);
-  }
-
-  void give(int32_t chunk, int32_t from, int32_t to) {
-    chunks_[from].erase(std::find(chunks_[from].begin(), chunks_[from].end(), chunk));
-    chunks_[to].push_back(chunk);
-    loads_[from] -= problem_.weights[chunk];
-    loads_[to] += problem_.weights[chunk];
-    ranks_[chunk] = to;
-    if (problem_.node_of_rank[from] != problem_.node_of_rank[to]) grouping_.move(chunk, problem_.node_of_rank[to]);
-  }
-
-  const NodeProblem& problem_;
-  Grouping& grouping_;
-  std::vector<int32_t>& ranks_;               // [num_chunks]
-  std::vector<std::vector<int32_t>> chunks_;  // [num_ranks]
-  std::vector<Load> loads_;                   // [num_ranks]
-};
-
 }  // namespace
 
 Balance balance_by_node(const NodeProblem& problem, const std::vector<Need>& needs, const ChunkGrid& grid,
@@ -417,7 +315,9 @@ Balance balance_by_node(const NodeProblem& problem, const std::vector<Need>& nee
 
   const BalanceProblem whole{problem.weights, problem.capacity, problem.speed};
   const double bound = lower_bound(whole);
-  RankDescent(problem, grouping, ranks).run(bound * (1 + options.target_gap), grouping.steps() + max_steps / 6);
+  RankExchange exchange(problem, grouping, ranks);
+  exchange.even_out(bound * (1 + options.target_gap), grouping.steps() + max_steps / 6);
+  exchange.cut_traffic(grouping.steps() + max_steps / 6);
   std::vector<Load> loads(problem.num_ranks());
   for (int32_t chunk = 0; chunk < problem.num_chunks(); ++chunk) loads[ranks[chunk]] += problem.weights[chunk];
   double finish = 0;

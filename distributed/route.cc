@@ -172,6 +172,13 @@ class Router {
         before += rows;
       }
     }
+    // All members of a group take their rows in one stage (the middle of what each would choose), so that a stage
+    // needs nothing from another one: backward runs the stages in the opposite order.
+    for (const Group& group : groups_) {
+      int32_t sum = 0;
+      for (int32_t i = 0; i < group.count; ++i) sum += wants_[group.first + i].stage;
+      for (int32_t i = 0; i < group.count; ++i) wants_[group.first + i].stage = (sum + group.count / 2) / group.count;
+    }
     by_rank_ = std::move(by_rank);
   }
 
@@ -211,40 +218,41 @@ class Router {
 
   // Claim:      along `gather`, every want is delivered once, from a buffer that already holds the rows; along
   //             `reduce`, every rank's gradient of every row it wanted reaches the owner exactly once.
-  // Because:    a group is a star inside one node around its gateway, which alone talks to the owner; reduce
-  //             uses the same edges backwards and the gateway's edge waits for the latest member's step.
-  // Breaks if:  a gateway's stage is later than a member's (it is the earliest of the group).
-  // Tested by:  test/unit/test_route.py::test_every_row_arrives_once, ::test_reduce_counts_each_rank_once
+  // Because:    a group is a star inside one node around its gateway, which alone talks to the owner; all its
+  //             edges have one stage, hop 0 before hop 1; reduce uses the same edges backwards.
+  // Breaks if:  members of a group were in different stages.
+  // Tested by:  test/unit/test_route.py::test_every_row_arrives_once_and_gradients_count_each_rank_once
   void write_transfers() {
     std::vector<int64_t> slow_rows(problem_.num_ranks());  // received over the slow link so far
     for (const Group& group : groups_) {
       const Want* wants = &wants_[group.first];
-      int32_t gateway = 0, last_stage = 0;
-      for (int32_t i = 0; i < group.count; ++i) {
-        const auto key = [&](int32_t j) { return std::make_tuple(wants[j].stage, slow_rows[wants[j].rank]); };
-        if (key(i) < key(gateway)) gateway = i;
-        last_stage = std::max(last_stage, wants[i].stage);
+      int32_t gateway = 0;
+      for (int32_t i = 1; i < group.count; ++i) {
+        if (slow_rows[wants[i].rank] < slow_rows[wants[gateway].rank]) gateway = i;
       }
       const Want& first = wants[gateway];
       const int32_t rows = first.k_end - first.k_begin, owner_row = own_rows_.at(first.k_begin, first.chunk);
+      const int32_t stage = first.stage, step = step_of(stage);
       if (first.is_slow) slow_rows[first.rank] += rows;
-      route_.gather.push_back(
-          {first.stage, 0, first.owner, first.rank, first.k_begin, rows, owner_row, first.buffer_row});
-      route_.reduce.push_back({step(last_stage), group.count > 1 ? 1 : 0, first.rank, first.owner, first.k_begin,
-                               rows, first.buffer_row, owner_row});
+      route_.gather.push_back({stage, 0, first.owner, first.rank, first.k_begin, rows, owner_row, first.buffer_row});
+      route_.reduce.push_back(
+          {step, group.count > 1 ? 1 : 0, first.rank, first.owner, first.k_begin, rows, first.buffer_row, owner_row});
       for (int32_t i = 0; i < group.count; ++i) {
         if (i == gateway) continue;
-        route_.gather.push_back({wants[i].stage, 1, first.rank, wants[i].rank, first.k_begin, rows, first.buffer_row,
-                                 wants[i].buffer_row});
-        route_.reduce.push_back({step(wants[i].stage), 0, wants[i].rank, first.rank, first.k_begin, rows,
-                                 wants[i].buffer_row, first.buffer_row});
+        route_.gather.push_back(
+            {stage, 1, first.rank, wants[i].rank, first.k_begin, rows, first.buffer_row, wants[i].buffer_row});
+        route_.reduce.push_back(
+            {step, 0, wants[i].rank, first.rank, first.k_begin, rows, wants[i].buffer_row, first.buffer_row});
       }
     }
     sort_and_join(route_.gather);
     sort_and_join(route_.reduce);
   }
 
-  int32_t step(int32_t stage) const { return problem_.has_single_step ? 0 : stage; }
+  // Backward computes far stages first: their gradients have the longest way and then the most time.
+  int32_t step_of(int32_t stage) const {
+    return problem_.has_single_step ? 0 : problem_.num_stages + 1 - stage;
+  }
 
   static void sort_and_join(std::vector<Transfer>& transfers) {
     const auto key = [](const Transfer& x) {  // (stage, hop, src, dst) in one number

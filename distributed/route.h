@@ -12,7 +12,7 @@ namespace fm3::planner {
 // `src_row` and `dst_row` index the buffers of the two ranks.
 struct Transfer {
   int32_t stage;  // gather: arrives in this stage (>= 1). reduce: may leave after this compute step
-  int32_t hop;    // transfers of hop 1 carry what hop 0 of the same or an earlier stage brought
+  int32_t hop;    // transfers of hop 1 carry what hop 0 of the same stage brought
   int32_t src_rank, dst_rank;
   int32_t k_begin, num_rows;  // global rows [k_begin, k_begin + num_rows)
   int32_t src_row, dst_row;

@@ -33,12 +33,33 @@ std::vector<Message> to_messages(const std::vector<Transfer>& transfers, int32_t
   return messages;
 }
 
+// Calls `function(first, last)` for the messages of each (stage, hop).
+template <typename Function>
+void for_each_group(std::vector<Message>& messages, const Function& function) {
+  for (size_t first = 0, last; first < messages.size(); first = last) {
+    for (last = first; last < messages.size() && messages[last].stage == messages[first].stage &&
+                       messages[last].hop == messages[first].hop;) {
+      ++last;
+    }
+    function(messages.data() + first, messages.data() + last);
+  }
+}
+
 // Each rank has one sender and one receiver on each of the two links; a message holds one of each.
 class Links {
  public:
   Links(const TimelineProblem& problem, double row_factor) : problem_(problem), row_factor_(row_factor) {
     for (auto* free_at : {&fast_out_, &fast_in_, &slow_out_, &slow_in_}) free_at->assign(problem.num_ranks(), 0);
   }
+  // Messages of one group take the links in the order in which they are ready.
+  template <typename ReadyUs>
+  void send_all(Message* first, Message* last, const ReadyUs& ready_us) {
+    for (Message* message = first; message != last; ++message) message->begin_us = ready_us(*message);
+    std::stable_sort(first, last, [](const Message& x, const Message& y) { return x.begin_us < y.begin_us; });
+    for (Message* message = first; message != last; ++message) send(*message, message->begin_us);
+  }
+
+ private:
   void send(Message& message, double ready_us) {
     const bool is_slow = problem_.node_of_rank[message.src_rank] != problem_.node_of_rank[message.dst_rank];
     double& out = (is_slow ? slow_out_ : fast_out_)[message.src_rank];
@@ -50,7 +71,6 @@ class Links {
     out = in = busy_until;
   }
 
- private:
   const TimelineProblem& problem_;
   double row_factor_;
   std::vector<double> fast_out_, fast_in_, slow_out_, slow_in_;  // [num_ranks] free from then on
@@ -62,37 +82,46 @@ Timeline run_gather(const TimelineProblem& problem) {
   const int32_t num_ranks = problem.num_ranks(), num_steps = problem.num_steps();
   const int32_t stride = problem.num_stages + 2;
   Timeline timeline;
-  timeline.gather = to_messages(*problem.transfers, num_ranks);
+  std::vector<Transfer> in_turn = *problem.transfers;
+  for (Transfer& transfer : in_turn) transfer.stage = problem.stage_place[transfer.stage];
+  timeline.gather = to_messages(in_turn, num_ranks);
   // Relays: the stage whose arrival at the sender a message needs (0: the sender's own rows).
   std::vector<std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t>>> relays(num_ranks);  // stage, hop, dst, needs
-  for (const Transfer& transfer : *problem.transfers) {
+  for (const Transfer& transfer : in_turn) {
     const int32_t* rows = &problem.stage_rows[size_t(transfer.src_rank) * stride];
     const int32_t needed = int32_t(std::upper_bound(rows + 1, rows + stride - 1, transfer.src_row) - (rows + 1));
-    if (needed > 0) relays[transfer.src_rank].emplace_back(transfer.stage, transfer.hop, transfer.dst_rank, needed);
+    if (needed > 0) {
+      relays[transfer.src_rank].emplace_back(transfer.stage, transfer.hop, transfer.dst_rank, problem.stage_place[needed]);
+    }
   }
   for (auto& list : relays) std::sort(list.begin(), list.end());
   std::vector<double> arrived(size_t(num_ranks) * (problem.num_stages + 1));     // hop 0 of the stage
   std::vector<double> all_arrived(size_t(num_ranks) * (problem.num_stages + 1));  // every hop
   Links links(problem, 1.0);
-  for (Message& message : timeline.gather) {
-    double ready_us = 0;
+  const auto ready_us = [&](const Message& message) {
+    double ready = 0;
     const auto& list = relays[message.src_rank];
     for (auto it = std::lower_bound(list.begin(), list.end(),
                                     std::make_tuple(message.stage, message.hop, message.dst_rank, 0));
          it != list.end() && std::get<0>(*it) == message.stage && std::get<1>(*it) == message.hop &&
          std::get<2>(*it) == message.dst_rank; ++it) {
-      ready_us = std::max(ready_us, arrived[size_t(message.src_rank) * (problem.num_stages + 1) + std::get<3>(*it)]);
+      ready = std::max(ready, arrived[size_t(message.src_rank) * (problem.num_stages + 1) + std::get<3>(*it)]);
     }
-    links.send(message, ready_us);
-    const size_t at = size_t(message.dst_rank) * (problem.num_stages + 1) + message.stage;
-    all_arrived[at] = std::max(all_arrived[at], message.end_us);
-    if (message.hop == 0) arrived[at] = std::max(arrived[at], message.end_us);
-  }
+    return ready;
+  };
+  for_each_group(timeline.gather, [&](Message* first, Message* last) {
+    links.send_all(first, last, ready_us);
+    for (const Message* message = first; message != last; ++message) {
+      const size_t at = size_t(message->dst_rank) * (problem.num_stages + 1) + message->stage;
+      all_arrived[at] = std::max(all_arrived[at], message->end_us);
+      if (message->hop == 0) arrived[at] = std::max(arrived[at], message->end_us);
+    }
+  });
   for (int32_t rank = 0; rank < num_ranks; ++rank) {
     double now = 0, in_by = 0;
     int32_t stage = 0;
     for (int32_t step = 0; step < num_steps; ++step) {
-      for (; stage <= problem.step_stages[step]; ++stage) {
+      for (; stage <= problem.stage_place[problem.step_stages[step]]; ++stage) {
         in_by = std::max(in_by, all_arrived[size_t(rank) * (problem.num_stages + 1) + stage]);
       }
       const double busy_us = problem.step_us[size_t(rank) * num_steps + step];
@@ -112,23 +141,21 @@ void run_reduce(const TimelineProblem& problem, const std::vector<Transfer>& red
   timeline.reduce = to_messages(reduce, problem.num_ranks());
   const int32_t stride = problem.num_stages + 2;
   std::vector<double> received(problem.num_ranks());  // latest arrival of any gradient
-  // Latest arrival of gradients to pass on, up to the last message and up to the (stage, hop) before.
-  std::vector<double> to_relay(problem.num_ranks()), to_relay_before(problem.num_ranks());
+  std::vector<double> to_relay(problem.num_ranks());  // latest arrival of gradients to pass on
   Links links(problem, row_factor);
-  int32_t stage = -1, hop = -1;
-  for (Message& message : timeline.reduce) {
-    if (message.stage != stage || message.hop != hop) {
-      stage = message.stage;
-      hop = message.hop;
-      to_relay_before = to_relay;
+  const auto ready_us = [&](const Message& message) {
+    const size_t step = size_t(std::min(message.stage, num_steps - 1));
+    return std::max(timeline.step_end_us[size_t(message.src_rank) * num_steps + step], to_relay[message.src_rank]);
+  };
+  for_each_group(timeline.reduce, [&](Message* first, Message* last) {
+    links.send_all(first, last, ready_us);
+    for (const Message* message = first; message != last; ++message) {
+      received[message->dst_rank] = std::max(received[message->dst_rank], message->end_us);
+      if (message->last_dst_row >= problem.stage_rows[size_t(message->dst_rank) * stride + 1]) {
+        to_relay[message->dst_rank] = std::max(to_relay[message->dst_rank], message->end_us);
+      }
     }
-    const double computed = timeline.step_end_us[size_t(message.src_rank) * num_steps + std::min(stage, num_steps - 1)];
-    links.send(message, std::max(computed, to_relay_before[message.src_rank]));
-    received[message.dst_rank] = std::max(received[message.dst_rank], message.end_us);
-    if (message.last_dst_row >= problem.stage_rows[size_t(message.dst_rank) * stride + 1]) {
-      to_relay[message.dst_rank] = std::max(to_relay[message.dst_rank], message.end_us);
-    }
-  }
+  });
   for (int32_t rank = 0; rank < problem.num_ranks(); ++rank) {
     timeline.finish_us[rank] = std::max(timeline.finish_us[rank], received[rank]);
   }

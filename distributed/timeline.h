@@ -18,7 +18,8 @@ struct TimelineProblem {
   std::vector<int32_t> node_of_rank;  // [num_ranks]
   int32_t num_stages;
   std::vector<int32_t> stage_rows;    // [num_ranks, num_stages + 2]
-  std::vector<int32_t> step_stages;   // [num_steps] stage that the step waits for
+  std::vector<int32_t> stage_place;   // [num_stages + 1] when a stage's turn comes; 0 for stage 0
+  std::vector<int32_t> step_stages;   // [num_steps] stage that the step waits for, and all with an earlier turn
   std::vector<double> step_us;        // [num_ranks, num_steps] compute; 0: nothing to do
   Link fast, slow;
 

@@ -8,13 +8,15 @@ rows it receives, stage by stage. `stage_rows[r, g]` is the buffer row where sta
 rows. All `k_begin`/`k_end`/`*_row` below without `_global` are buffer rows.
 
 Forward. For g = 1..num_stages, transfers of `gather` with stage g bring rows into stage g of the buffers: first
-those of hop 0 (owner to a rank), then those of hop 1 (relayed inside a node by a rank that has the rows by then).
+those of hop 0 (owner to a rank), then those of hop 1 (relayed inside a node by the rank that hop 0 of the same
+stage brought them to). Stages do not depend on each other, except in a ring, where stage g relays stage g - 1.
 Step i waits for stage `fwd_steps[i].stage` and computes with its key rows; results are merged by lse.
 
-Backward. Steps likewise (gather again, or keep the buffers). dK/dV of a step's rows are partial sums. Transfers
-of `reduce` with stage i may leave once the sender has finished step i and has added what it received for these
-rows in earlier (stage, hop)s; the receiver adds them to its own partial sum of the rows at `dst_row`. After
-all, the first rows of each buffer (its own) hold the full dK and dV.
+Backward. Steps likewise (gather again in the steps' order of stages, or keep the buffers): half of the own rows,
+the stages from far to near (in a ring in order), the other half. dK/dV of a step's rows are partial sums.
+Transfers of `reduce` with stage i (here: the step's index) may leave once the sender has finished step i and has
+added what it received for these rows in earlier (stage, hop)s; the receiver adds them to its own partial sum of
+the rows at `dst_row`. After all, the first rows of each buffer (its own) hold the full dK and dV.
 """
 
 from __future__ import annotations
@@ -237,15 +239,22 @@ class CpPlan:
         return tuple(Step(stage, rows[stage], rows[stage + 1]) for stage in range(self.num_stages + 1))
 
     def bwd_steps(self, rank: int) -> tuple[Step, ...]:
-        """Own rows come in two steps: the first hides the first gather, the last hides the last reduction."""
+        """Own rows come in two steps: the first hides the first gather, the last hides the last reduction. Between
+        them far stages come first: their gradients have the longest way."""
         rows = self.stage_rows[rank].tolist()
         if not self.strategy.is_overlapped:
             return (Step(self.num_stages, 0, rows[-1]),)
         has_remote = rows[-1] > rows[1]
         head = rows[1] if not has_remote else -(-rows[1] // (2 * BLOCK_MASK_TILE)) * BLOCK_MASK_TILE
         head = min(head, rows[1])
-        remote = [Step(stage, rows[stage], rows[stage + 1]) for stage in range(1, self.num_stages + 1)]
+        remote = [Step(stage, rows[stage], rows[stage + 1]) for stage in self.bwd_stages()]
         return (Step(0, 0, head), *remote, Step(0, head, rows[1]))
+
+    def bwd_stages(self) -> range:
+        """Gather stages in the order in which backward needs them."""
+        if self.strategy.move == "ring":
+            return range(1, self.num_stages + 1)
+        return range(self.num_stages, 0, -1)
 
     def key_ranges_of(self, rank: int) -> Int32Array:
         """int32 ``[n, 2]`` (k_begin_global, num_rows) of the rank's buffer."""

@@ -172,6 +172,8 @@ def _gather(plan: CpPlan, ranks: list[_Rank]) -> None:
         stage_rows = dst.plan.stage_rows
         if not (stage_rows[transfer.stage] <= target.start and target.stop <= stage_rows[transfer.stage + 1]):
             raise PlanError(f"{transfer}: lands outside its stage")
+        if transfer.hop > 0 and not (src.plan.stage_rows[transfer.stage] <= source.start < src.plan.stage_rows[transfer.stage + 1]):
+            raise PlanError(f"{transfer}: relays rows of another stage, which backward may not have gathered yet")
         if dst.has_row[target].any():
             raise PlanError(f"{transfer}: rows arrive twice")
         dst.k[:, target], dst.v[:, target] = src.k[:, source], src.v[:, source]

@@ -160,11 +160,15 @@ def simulate_time(
         slowdown = overlap_slowdown if plan.strategy.is_overlapped and plan.num_ranks > 1 else 1.0
         step_us = np.where(has_work, step_us * slowdown + cost.step_overhead_us, 0.0)
         gather = plan.gather if is_forward or not keeps_gathered else plan.gather[:0]
+        order = range(1, plan.num_stages + 1) if is_forward else plan.bwd_stages()
+        place = np.zeros(plan.num_stages + 1, np.int32)
+        place[list(order)] = np.arange(1, plan.num_stages + 1)
         begin, end, finish, gathered, reduced = planner().timeline(
             gather,
             None if is_forward else plan.reduce,
             plan.topology.as_array(),
             plan.stage_rows,
+            place,
             np.array([step.stage for step in steps], np.int32),
             np.ascontiguousarray(step_us, np.float64),
             (cost.fast.latency_us, cost.fast.us_per_row(cost.row_bytes)),
