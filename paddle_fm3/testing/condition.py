@@ -52,7 +52,9 @@ def _rounding_floor(case: AttentionCase, inputs: AttentionInputs, exact: Attenti
             dp = np.abs(dout[at_q]) @ np.abs(v[at_k]).T  # [s_q, s_k] |dout| . |v|
             delta = np.abs(dout[at_q] * exact.out[at_q]).sum(axis=1) + np.abs(inputs.dlse[b_idx, h_idx])
             ds_error = p * (dp + delta[:, None]) * scale
-            ds_error += p_error * np.abs(dout[at_q] @ v[at_k].T - (dout[at_q] * exact.out[at_q]).sum(1)[:, None]) * scale
+            ds_error += (
+                p_error * np.abs(dout[at_q] @ v[at_k].T - (dout[at_q] * exact.out[at_q]).sum(1)[:, None]) * scale
+            )
             sums["out"][at_q] = p_error @ np.abs(v[at_k])
             sums["dq"][at_q] = ds_error @ np.abs(k[at_k])
             sums["dk"][at_k] += ds_error.T @ np.abs(q[at_q])
