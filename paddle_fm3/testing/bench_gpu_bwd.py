@@ -1,66 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times the Hopper backward: CUDA events, medians, TFLOP/s by the exact number of visible pairs.
+"""The backward's part of the GPU benchmark: fm3 through the C ABI, CUDA events, records of phase "bwd".
 
-    python -m paddle_fm3.testing.bench_gpu_bwd --cases 8k_causal_document,32k_full [--deterministic] [--json OUT]
+    python -m paddle_fm3.testing.bench_gpu_bwd --cases 8k_causal_document,32k_full [--deterministic] [--output LINES]
 
-Every timed call is checked first: two key/value heads against the textbook formulas in fp32.
+Every timed case is checked first: two key/value heads against the textbook formulas in fp32.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import ctypes
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from paddle_fm3 import _native
+from paddle_fm3.testing.bench import (
+    Record,
+    RunIdentity,
+    TimingStats,
+    append_records,
+    attention_record,
+    format_table,
+)
+from paddle_fm3.testing.bench_gpu import DTYPES, MAX_RELATIVE_ERROR, heat, time_call
 from paddle_fm3.testing.cases import ANCHOR_KINDS, AttentionCase, benchmark_case, benchmark_names
 from paddle_fm3.testing.gpu_call import GpuMask, Sm90, visible_rows
 from paddle_fm3.testing.gpu_call_bwd import BackwardInputs, Gradients, Sm90Backward
 
-HEATING_MS = 500.0
-MEASURING_MS = 700.0
-
-
-@dataclass(frozen=True)
-class BackwardTiming:
-    """One line of the table; times in milliseconds."""
-
-    case: str
-    is_deterministic: bool
-    ms_median: float
-    ms_p10: float
-    ms_p90: float
-    repeats: int
-    tflops_exact: float
-    tflops_block: float
-    workspace_bytes: int
-    errors: dict[str, float]  # relative, of the checked heads
-
-
-def time_cuda(call: Callable[[], None], *, heating_ms: float = HEATING_MS, measuring_ms: float = MEASURING_MS) -> list[float]:  # fmt: skip
-    """Milliseconds of single calls, after `heating_ms` of the same call."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    call()
-    begin.record()
-    call()
-    end.record()
-    end.synchronize()
-    estimate = max(begin.elapsed_time(end), 1e-3)
-    for _ in range(int(heating_ms / estimate) + 1):
-        call()
-    repeats = min(max(int(measuring_ms / estimate), 5), 200)
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for first, last in events:
-        first.record()
-        call()
-        last.record()
-    torch.cuda.synchronize()
-    return [first.elapsed_time(last) for first, last in events]
+HEATING_S, TIMING_S = 0.5, 0.7
+COLUMNS = ("case", "deterministic", "ms_median", "ms_p10", "ms_p90", "tflops_exact", "refcheck", "workspace_bytes")
 
 
 def reference_head(inputs: BackwardInputs, mask: GpuMask, b_idx: int, h_kv_idx: int) -> Gradients:
@@ -106,11 +76,12 @@ def check_heads(inputs: BackwardInputs, mask: GpuMask, got: Gradients) -> dict[s
     return errors
 
 
-def make_inputs(case: AttentionCase, mask: GpuMask, forward: Sm90) -> BackwardInputs:
+def make_inputs(case: AttentionCase, dtype: torch.dtype, mask: GpuMask, forward: Sm90) -> BackwardInputs:
+    """Standard normal inputs and dout, with out and lse of the forward kernel."""
     generator = torch.Generator(device="cuda").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
 
     q = normal(case.b, case.s_q, case.h_q, case.d_qk)
     k = normal(case.b, case.s_k, case.h_kv, case.d_qk)
@@ -119,48 +90,67 @@ def make_inputs(case: AttentionCase, mask: GpuMask, forward: Sm90) -> BackwardIn
     return BackwardInputs(q, k, v, out, lse, normal(*out.shape))
 
 
-def measure(name: str, library: object, *, is_deterministic: bool = False, has_check: bool = True,
-            measuring_ms: float = MEASURING_MS, heating_ms: float = HEATING_MS) -> BackwardTiming:  # fmt: skip
+def backward_record(
+    identity: RunIdentity,
+    name: str,
+    library: ctypes.CDLL,
+    *,
+    dtype: str = "bfloat16",
+    is_deterministic: bool = False,
+    has_check: bool = True,
+    heating_s: float = HEATING_S,
+    timing_s: float = TIMING_S,
+) -> Record:
+    """Checks and times one case. Without the check `refcheck` says "none" and `errors` is empty."""
     case = benchmark_case(name)
     mask = GpuMask.of(case)
     backend = Sm90Backward(library)
-    inputs = make_inputs(case, mask, Sm90(library))
-    errors = {}
+    inputs = make_inputs(case, DTYPES[dtype], mask, Sm90(library))
+    errors: dict[str, float] = {}
     if has_check:
         torch.backends.cuda.matmul.allow_tf32 = False
         errors = check_heads(inputs, mask, backend.backward(inputs, mask, is_deterministic=is_deterministic))
     grads = backend.empty_gradients(inputs)
     params = backend.params(inputs, mask, grads, is_deterministic=is_deterministic)
     workspace = backend.prepare(params)
-    times = time_cuda(lambda: backend.run(params), heating_ms=heating_ms, measuring_ms=measuring_ms)
-    p10, median, p90 = (float(x) for x in np.percentile(times, [10, 50, 90]))
-    return BackwardTiming(
-        name, is_deterministic, median, p10, p90, len(times), case.flops("bwd") / median / 1e9,
-        case.flops("bwd", is_block=True) / median / 1e9, workspace.numel(), errors,
+
+    def call() -> torch.Tensor:
+        backend.run(params)
+        return grads.dq
+
+    heat(call, heating_s)
+    stats = TimingStats.from_ms(time_call(call, timing_s, None))
+    line = attention_record(
+        identity, "fm3", case, "bwd", dtype, stats,
+        refcheck=all(error <= MAX_RELATIVE_ERROR for error in errors.values()), deterministic=is_deterministic,
+        workspace_bytes=workspace.numel(), errors={key: float(f"{value:.3g}") for key, value in errors.items()},
     )  # fmt: skip
+    return line if has_check else line | {"refcheck": "none"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=",".join(benchmark_names(kinds=ANCHOR_KINDS)))
+    parser.add_argument("--cases", default=",".join(benchmark_names(kinds=ANCHOR_KINDS)), help="names, comma-separated")
+    parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--no-check", action="store_true")
-    parser.add_argument("--heating-ms", type=float, default=HEATING_MS)
-    parser.add_argument("--measuring-ms", type=float, default=MEASURING_MS)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--no-check", action="store_true", help="do not compare with fp32 (it takes seconds at 128K)")
+    parser.add_argument("--heating", type=float, default=HEATING_S, help="seconds")
+    parser.add_argument("--timing", type=float, default=TIMING_S, help="seconds")
+    parser.add_argument("--output", type=Path, help="JSON lines are appended here")
     arguments = parser.parse_args()
-    lines = []
+    identity = RunIdentity.of_this_process(torch.cuda.get_device_name())
+    records = []
     for name in arguments.cases.split(","):
-        timing = measure(
-            name, _native.sm90_library(), is_deterministic=arguments.deterministic, has_check=not arguments.no_check,
-            heating_ms=arguments.heating_ms, measuring_ms=arguments.measuring_ms,
+        one = backward_record(
+            identity, name, _native.sm90_library(), dtype=arguments.dtype, is_deterministic=arguments.deterministic,
+            has_check=not arguments.no_check, heating_s=arguments.heating, timing_s=arguments.timing,
         )  # fmt: skip
-        lines.append(json.dumps(asdict(timing) | {"device": torch.cuda.get_device_name()}))
-        errors = " ".join(f"{key} {value:.1e}" for key, value in timing.errors.items())
-        print(f"{name:26s} {timing.ms_median:8.3f} ms {timing.tflops_exact:6.1f} TFLOP/s  {errors}", flush=True)
+        records.append(one)
+        print(format_table([one], COLUMNS).splitlines()[-1], flush=True)
+        if arguments.output:
+            append_records(arguments.output, [one])
         torch.cuda.empty_cache()
-    if arguments.json:
-        arguments.json.write_text("\n".join(lines) + "\n")
+    print(format_table(records, COLUMNS))
 
 
 if __name__ == "__main__":

@@ -146,9 +146,10 @@ def test_ring_is_reused(backend: Sm90Backward) -> None:
     check(case.name, inputs, GpuMask.of(case), backend.backward(inputs, GpuMask.of(case)))
 
 
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
 @pytest.mark.parametrize("kind", KINDS)
-def test_deterministic_repeats_bitwise(backend: Sm90Backward, kind: str) -> None:
-    case = wide_case(kind, s=3000, b=2, heads=(8, 4))
+def test_deterministic_repeats_bitwise(backend: Sm90Backward, kind: str, d: int) -> None:
+    case = wide_case(kind, s=3000, b=2, heads=(8, 4), d=d)
     inputs = make_inputs(case, torch.bfloat16)
     mask = GpuMask.of(case)
     first = backend.backward(inputs, mask, is_deterministic=True)

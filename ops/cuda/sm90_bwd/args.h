@@ -39,7 +39,7 @@ struct KernelArgs {
   int32_t* shared_rows;     // [b, h_mask] row tiles with more than one visitor
   int32_t* head_done;       // [b * h_kv] shared row tiles converted
   int32_t* ring_counts;     // [ring_heads, group, num_q_tiles, dq_parts]
-  float* dq_ring;           // [ring_heads, group, num_q_tiles, dq_parts, kBlockQ * dim / dq_parts]
+  float* dq_ring;  // [ring_heads, group, num_q_tiles, dq_parts, kBlockQ * dim / dq_parts]
   // Outputs, strided:
   void* dq;
   void* dk;
@@ -50,13 +50,13 @@ struct KernelArgs {
 // What the passes before the kernel read besides KernelArgs.
 struct PrepareArgs {
   DType dtype;
-  const void* out;      // [b, s_q, h_q, d_v]
-  const void* dout;     // [b, s_q, h_q, d_v]
-  const float* lse;     // [b, h_q, s_q]
-  const float* dlse;    // [b, h_q, s_q]; may be nullptr
+  const void* out;  // [b, s_q, h_q, d_v]
+  const void* dout;  // [b, s_q, h_q, d_v]
+  const float* lse;  // [b, h_q, s_q]
+  const float* dlse;  // [b, h_q, s_q]; may be nullptr
   Strides stride_out, stride_dout;
   int32_t block_k;
-  void* zeroed;         // the part of the workspace that must be zero
+  void* zeroed;  // the part of the workspace that must be zero
   int64_t zeroed_bytes;
 };
 
@@ -71,7 +71,7 @@ cudaError_t fill_zero(void* data, const Strides& stride, int64_t b, int64_t s, i
 struct BwdKernel {
   DType dtype;
   int32_t dim_qk, dim_v;
-  int32_t block_k;   // keys of a work item
+  int32_t block_k;  // keys of a work item
   int32_t dq_parts;  // sums a row tile has in the ring
   cudaError_t (*launch)(const KernelArgs& args, int32_t num_ctas, cudaStream_t stream);
 };

@@ -24,16 +24,16 @@ namespace fm3::sm90_bwd {
 using ptx::Barrier;
 using sm90::ColumnHull;
 
-constexpr int kNumInfo = 8;         // steps remembered; > C::kQStages + what the dQ writer may lag
-constexpr int kNumEvents = 8;       // finished dQ parts waiting for the converter warps
-constexpr int kBackBuffers = 3;     // pieces of a finished dQ sum on their way to a converter
+constexpr int kNumInfo = 8;  // steps remembered; > C::kQStages + what the dQ writer may lag
+constexpr int kNumEvents = 8;  // finished dQ parts waiting for the converter warps
+constexpr int kBackBuffers = 3;  // pieces of a finished dQ sum on their way to a converter
 constexpr int kNumConsumerWarps = 8;
-constexpr int kNumThreads = 384;    // warpgroup 0: loader, dQ writer, 2 converters; 1 and 2: products
+constexpr int kNumThreads = 384;  // warpgroup 0: loader, dQ writer, 2 converters; 1 and 2: products
 constexpr int kLoaderWarp = 0, kWriterWarp = 1, kConverterWarp = 2;
 // 128 * 40 + 256 * 232 = 64512 = 384 * 168, what the launch hands out.
 constexpr int kHelperRegs = 24, kConsumerRegs = 240;
-constexpr int kStepBarrier = 1;     // named barrier of the two consumer warpgroups
-constexpr int kGroupBarrier = 2;    // and 3: of each of them
+constexpr int kStepBarrier = 1;  // named barrier of the two consumer warpgroups
+constexpr int kGroupBarrier = 2;  // and 3: of each of them
 constexpr float kLog2E = 1.4426950408889634f;
 
 // What a key tile is about. num_steps < 0: no more work.
@@ -47,9 +47,10 @@ struct TileInfo {
 // One step: written by the loader, read by consumers and the dQ writer.
 struct StepInfo {
   int32_t q_tile_idx;
-  uint32_t flags;         // kStepPartial, kStepBoundsSlot
+  uint32_t flags;  // kStepPartial, kStepBoundsSlot
   int32_t h_q_idx;
-  uint32_t visits_order;  // visitors of the row tile (low 16), this tile's turn among them (high 16)
+  uint32_t
+      visits_order;  // visitors of the row tile (low 16), this tile's turn among them (high 16)
 };
 constexpr uint32_t kStepPartial = 1, kStepBoundsSlot = 2;
 
@@ -70,7 +71,7 @@ template <class T_, int kDim_, int kDimV_>
 struct Config {
   using T = T_;
   static constexpr bool kSplitsColumns = false;
-  static constexpr int kDim = kDim_;    // d_qk, d_v rounded up to what is computed
+  static constexpr int kDim = kDim_;  // d_qk, d_v rounded up to what is computed
   static constexpr int kDimV = kDimV_;
   static constexpr int kBlockK = 128;
   // Q is needed half a step earlier than dO (for the next S) and released half a step later (after
@@ -103,12 +104,12 @@ struct Sizes {
   static constexpr int kKBytes = C::kBlockK * C::kDim * 2, kVBytes = C::kBlockK * C::kDimV * 2;
   static constexpr int kDsBytes = C::kBlockK * kBlockQ * 2;
   static constexpr int kPartFloats = kBlockQ * C::kDim / C::kDqParts;  // staged dQ, one ring sum
-  static constexpr int kUnitFloats = kPartFloats / 8;                  // see dq.cuh
-  static constexpr int kUnitBlocks = C::kDim / C::kDqParts / 16;       // 8-column blocks of a unit
+  static constexpr int kUnitFloats = kPartFloats / 8;  // see dq.cuh
+  static constexpr int kUnitBlocks = C::kDim / C::kDqParts / 16;  // 8-column blocks of a unit
   static constexpr int kPiecePairs = kUnitBlocks % 4 == 0 ? 2 : kUnitBlocks / 2;
   static constexpr int kUnitPieces = kUnitBlocks / (2 * kPiecePairs);
-  static constexpr int kPieces = 8 * kUnitPieces;                      // of a part
-  static constexpr int kPieceFloats = kPartFloats / kPieces;           // what a converter fetches
+  static constexpr int kPieces = 8 * kUnitPieces;  // of a part
+  static constexpr int kPieceFloats = kPartFloats / kPieces;  // what a converter fetches
   static constexpr int kDqArrivals = kNumConsumerWarps / C::kDqParts;
 };
 
@@ -131,14 +132,15 @@ struct Sizes {
 // kGroupBarrier + g 128             warpgroup g       warpgroup g           store what is in ds[g]
 template <class C>
 struct alignas(1024) Smem {
-  typename C::T k[C::kBlockK * C::kDim];                // panels of 64 columns
+  typename C::T k[C::kBlockK * C::kDim];  // panels of 64 columns
   typename C::T v[C::kBlockK * C::kDimV];
   typename C::T q[C::kQStages][kBlockQ * C::kDim];
   typename C::T dout[C::kDoutStages][kBlockQ * C::kDimV];
-  typename C::T ds[C::kDsBuffers][C::kBlockK * kBlockQ];       // dS^T: a row is a key
+  typename C::T ds[C::kDsBuffers][C::kBlockK * kBlockQ];  // dS^T: a row is a key
   typename C::T p[C::kSplitsColumns ? C::kBlockK * kBlockQ : 8];  // P^T, if both warpgroups need it
-  float dq[Sizes<C>::kPartFloats];                      // accumulator order, see dq.cuh
-  float dq_back[2][kBackBuffers][Sizes<C>::kPieceFloats];  // pieces of a finished sum, a converter's
+  float dq[Sizes<C>::kPartFloats];  // accumulator order, see dq.cuh
+  float dq_back[2][kBackBuffers]
+               [Sizes<C>::kPieceFloats];  // pieces of a finished sum, a converter's
   int4 bounds[2][C::kBlockK];
   float lse_log2[C::kQStages][kBlockQ];
   float minus_delta[C::kDoutStages][kBlockQ];

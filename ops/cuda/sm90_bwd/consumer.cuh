@@ -40,8 +40,7 @@ __device__ __forceinline__ void gemm_from_registers(float (&d)[N / 2], const uin
 #pragma unroll
   for (int k_step = 0; k_step < 4; ++k_step) {
     ptx::Wgmma<N, T, false, true>::rs(d, a[4 * k_step], a[4 * k_step + 1], a[4 * k_step + 2],
-                                      a[4 * k_step + 3], ptx::advance(desc_b, k_step * 2048),
-                                      1);
+                                      a[4 * k_step + 3], ptx::advance(desc_b, k_step * 2048), 1);
   }
 }
 
@@ -55,8 +54,7 @@ __device__ __forceinline__ void store_matrices(uint32_t smem_row, const uint32_t
 // Scores that the bounds hide become -inf. x[4 j + 2 i + e]: key i of the thread's two, row
 // q_first + 8 j + e.
 template <int kBlocks>
-__device__ __forceinline__ void hide(float (&x)[4 * kBlocks], const int4* bounds,
-                                     int32_t q_first) {
+__device__ __forceinline__ void hide(float (&x)[4 * kBlocks], const int4* bounds, int32_t q_first) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int4 rows = bounds[8 * i];
@@ -251,7 +249,8 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
                      step_pos.count / C::kDoutStages & 1);  // the bounds come with dO
       scores_to_p<C>(acc_s, smem, step_pos.count, scale_log2);
 
-      const auto run_step = [&](bool is_first, auto is_last_constant) __attribute__((always_inline)) {
+      const auto run_step = [&](bool is_first,
+                                auto is_last_constant) __attribute__((always_inline)) {
         constexpr bool is_last = decltype(is_last_constant)::value;
         const uint32_t slot = step_pos.slot();
         RingPos<C::kDoutStages> dout_pos;
@@ -367,7 +366,8 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
     store_gradient_tma<C, C::kDimV>(acc_dv, 1.f, staged, &args.map_dv, tile, group_idx);
     if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
     ptx::named_barrier_sync(kGroupBarrier + group_idx, 128);
-    store_gradient_tma<C, C::kDim>(acc_dk, args.softmax_scale, staged, &args.map_dk, tile, group_idx);
+    store_gradient_tma<C, C::kDim>(acc_dk, args.softmax_scale, staged, &args.map_dk, tile,
+                                   group_idx);
     // Not yet read: the thread that stored still needs `tile`, but it has passed its read.
     __syncwarp();
     if (is_leader) ptx::mbar_arrive(&smem.tile_empty[tile_pos.slot()]);

@@ -74,7 +74,8 @@ __device__ __forceinline__ void stage_half(const HalfAccumulator<kColumns>& acc,
   using Half = HalfAccumulator<kColumns>;
   const int32_t main_block = (Half::main_begin(half) - half * kColumns) / 8;
 #pragma unroll
-  for (int block = 0; block < Half::kMain / 8; ++block) store(main_block + block, acc.main + 4 * block);
+  for (int block = 0; block < Half::kMain / 8; ++block)
+    store(main_block + block, acc.main + 4 * block);
   if constexpr (Half::kRest > 0) {
     const int32_t rest_block = (Half::rest_begin(half) - half * kColumns) / 8;
 #pragma unroll
@@ -89,8 +90,8 @@ __device__ __forceinline__ void store_half(const HalfAccumulator<kColumns>& acc,
                                            const volatile TileInfo& tile, int32_t half, void* base,
                                            const Strides& stride, int32_t s_k, int32_t d) {
   using Half = HalfAccumulator<kColumns>;
-  store_gradient<C, Half::kMain>(acc.main, scale, tile, 0, base, stride, s_k, Half::main_begin(half),
-                                 d);
+  store_gradient<C, Half::kMain>(acc.main, scale, tile, 0, base, stride, s_k,
+                                 Half::main_begin(half), d);
   if constexpr (Half::kRest > 0) {
     store_gradient<C, Half::kRest>(acc.rest, scale, tile, 0, base, stride, s_k,
                                    Half::rest_begin(half), d);
@@ -150,7 +151,8 @@ __device__ __forceinline__ void run_wide_consumer(const KernelArgs& args, Smem<C
       ptx::wgmma_commit();
       ptx::mbar_wait(&smem.dout_full[dout_slot], dout_pos.parity());
       gemm_depth_major<kRows, C::kDimV, C::kBlockK, kBlockQ, T>(
-          acc_dp, desc_v, ptx::wgmma_desc(ptx::smem_addr(smem.dout[dout_slot]) + half_rows_bytes), false);
+          acc_dp, desc_v, ptx::wgmma_desc(ptx::smem_addr(smem.dout[dout_slot]) + half_rows_bytes),
+          false);
       ptx::wgmma_commit();
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(acc_s);
@@ -183,8 +185,8 @@ __device__ __forceinline__ void run_wide_consumer(const KernelArgs& args, Smem<C
         uint32_t reg_p[4], reg_ds[4];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const float2 row = *reinterpret_cast<const float2*>(smem.minus_delta[dout_slot] + row_first +
-                                                              16 * k_step + 8 * j);
+          const float2 row = *reinterpret_cast<const float2*>(smem.minus_delta[dout_slot] +
+                                                              row_first + 16 * k_step + 8 * j);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int idx = 8 * k_step + 4 * j + 2 * i;
@@ -203,7 +205,8 @@ __device__ __forceinline__ void run_wide_consumer(const KernelArgs& args, Smem<C
       ptx::wgmma_fence();
       acc_dq.template product<T, true>(desc_ds_mn, 2048, smem_k, half, false);
       ptx::wgmma_commit();
-      acc_dv.template product<T, false>(desc_p, 32, ptx::smem_addr(smem.dout[dout_slot]), half, true);
+      acc_dv.template product<T, false>(desc_p, 32, ptx::smem_addr(smem.dout[dout_slot]), half,
+                                        true);
       ptx::wgmma_commit();
       acc_dk.template product<T, false>(desc_ds, 32, ptx::smem_addr(smem.q[slot]), half, true);
       ptx::wgmma_commit();

@@ -77,8 +77,8 @@ __device__ __forceinline__ void store_block_pair(T* row, int32_t block_pair, uin
   const int32_t column = 16 * block_pair + (is_odd ? 8 : 0) + 2 * (quad_lane & 2);
   if (is_row && column < d) {
     // volatile: the stores stay in order, else their operands pile up in registers.
-    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(row + column),
-                 "r"(is_odd ? taken : left), "r"(is_odd ? right : taken)
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(row + column), "r"(is_odd ? taken : left),
+                 "r"(is_odd ? right : taken)
                  : "memory");
   }
 }
@@ -92,9 +92,8 @@ __device__ __forceinline__ void convert_piece(const KernelArgs& args, const floa
   constexpr int kPairs = Sizes<C>::kPiecePairs;
   const int32_t lane = threadIdx.x % 32;
   const int32_t unit_idx = piece_idx / Sizes<C>::kUnitPieces;
-  const int32_t d_begin =
-      (event.part_idx * 2 + unit_idx / 4) * Sizes<C>::kUnitBlocks * 8 +
-      piece_idx % Sizes<C>::kUnitPieces * (kPairs * 16);
+  const int32_t d_begin = (event.part_idx * 2 + unit_idx / 4) * Sizes<C>::kUnitBlocks * 8 +
+                          piece_idx % Sizes<C>::kUnitPieces * (kPairs * 16);
   const int32_t q_idx = event.q_tile_idx * kBlockQ + unit_idx % 4 * 16 + lane / 4;
   T* const row = static_cast<T*>(args.dq) + event.b_idx * args.stride_dq.b +
                  event.h_q_idx * args.stride_dq.h + q_idx * args.stride_dq.s + d_begin;
@@ -108,8 +107,8 @@ __device__ __forceinline__ void convert_piece(const KernelArgs& args, const floa
                         args.shape.d_qk - d_begin);
     store_block_pair<T>(row + 8 * args.stride_dq.s, pair,
                         ptx::pack2<T>(left.z * scale, left.w * scale),
-                        ptx::pack2<T>(right.z * scale, right.w * scale),
-                        q_idx + 8 < args.shape.s_q, args.shape.d_qk - d_begin);
+                        ptx::pack2<T>(right.z * scale, right.w * scale), q_idx + 8 < args.shape.s_q,
+                        args.shape.d_qk - d_begin);
   }
 }
 
@@ -117,8 +116,9 @@ __device__ __forceinline__ void convert_piece(const KernelArgs& args, const floa
 __device__ __forceinline__ void reduce_to_ring(float* gmem_dst, const float* smem_src,
                                                uint32_t bytes) {
   asm volatile(
-      "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, %3;"
-      ::"l"(gmem_dst), "r"(ptx::smem_addr(smem_src)), "r"(bytes), "l"(ptx::kEvictLast)
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, "
+      "%3;" ::"l"(gmem_dst),
+      "r"(ptx::smem_addr(smem_src)), "r"(bytes), "l"(ptx::kEvictLast)
       : "memory");
 }
 
@@ -173,7 +173,8 @@ class DqWriter {
     fence_proxy_async_all();
   }
 
-  __device__ __forceinline__ void add(const volatile TileInfo& tile, const volatile StepInfo& info) {
+  __device__ __forceinline__ void add(const volatile TileInfo& tile,
+                                      const volatile StepInfo& info) {
     const int32_t b_idx = tile.b_idx;
     const int32_t sum_idx =
         ((tile.ring_row + info.h_q_idx) * args_.num_q_tiles + info.q_tile_idx) * C::kDqParts +
@@ -274,8 +275,8 @@ __device__ __forceinline__ void run_dq_converter(const KernelArgs& args, Smem<C>
     if (!is_last) continue;
     __threadfence();  // after the count
     fence_proxy_async_all();
-    float* const sum = args.dq_ring + static_cast<int64_t>(event.ring_sum_idx) *
-                                          Sizes<C>::kPartFloats;
+    float* const sum =
+        args.dq_ring + static_cast<int64_t>(event.ring_sum_idx) * Sizes<C>::kPartFloats;
     const auto fetch = [&](int32_t piece) {  // into the buffer of back_pos + the pieces in flight
       if (!is_leader) return;
       const uint32_t buffer = (back_pos.count + min(piece, kBackBuffers - 1)) % kBackBuffers;

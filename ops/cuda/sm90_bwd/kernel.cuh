@@ -45,8 +45,8 @@ template <class C>
 __global__ void __launch_bounds__(kNumThreads, 1)
     bwd_kernel(const __grid_constant__ KernelArgs args) {
   extern __shared__ char smem_raw[];
-  Smem<C>& smem = *reinterpret_cast<Smem<C>*>(
-      smem_raw + (1024 - ptx::smem_addr(smem_raw) % 1024) % 1024);
+  Smem<C>& smem =
+      *reinterpret_cast<Smem<C>*>(smem_raw + (1024 - ptx::smem_addr(smem_raw) % 1024) % 1024);
   if (threadIdx.x == 0) init_barriers(smem);
   __syncthreads();
 

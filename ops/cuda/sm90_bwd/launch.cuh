@@ -13,8 +13,8 @@ template <class C>
 cudaError_t launch(const KernelArgs& args, int32_t num_ctas, cudaStream_t stream) {
   constexpr int32_t kSmemBytes = sizeof(Smem<C>) + 1024;  // room to align it
   static_assert(kSmemBytes <= 227 * 1024, "more than one CTA can have");
-  const cudaError_t error = cudaFuncSetAttribute(
-      bwd_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
+  const cudaError_t error =
+      cudaFuncSetAttribute(bwd_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
   if (error != cudaSuccess) return error;
   bwd_kernel<C><<<num_ctas, kNumThreads, kSmemBytes, stream>>>(args);
   return cudaGetLastError();

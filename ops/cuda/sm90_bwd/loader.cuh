@@ -40,12 +40,10 @@ __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem
       tile.b_idx = head_idx / args.shape.h_kv;
       tile.h_kv_idx = head_idx % args.shape.h_kv;
       const int64_t list = mask_index(args, tile.b_idx, tile.h_kv_idx * args.group);
-      tile.k_tile_idx =
-          args.tile_order[list * args.num_k_tiles + work_idx % args.num_k_tiles];
+      tile.k_tile_idx = args.tile_order[list * args.num_k_tiles + work_idx % args.num_k_tiles];
       tile.num_steps = 0;
       for (int32_t g_idx = 0; g_idx < args.group; ++g_idx) {
-        const int64_t mask_idx =
-            mask_index(args, tile.b_idx, tile.h_kv_idx * args.group + g_idx);
+        const int64_t mask_idx = mask_index(args, tile.b_idx, tile.h_kv_idx * args.group + g_idx);
         tile.num_steps += args.tile_steps[mask_idx * args.num_k_tiles + tile.k_tile_idx];
       }
     }
@@ -55,9 +53,9 @@ __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem
       tile.ring_before = head_idx - args.ring_heads;
       if (tile.ring_before >= 0) {
         for (int32_t g_idx = 0; g_idx < args.group; ++g_idx) {
-          tile.ring_before_sums += args.shared_rows[mask_index(
-              args, tile.ring_before / args.shape.h_kv,
-              tile.ring_before % args.shape.h_kv * args.group + g_idx)];
+          tile.ring_before_sums +=
+              args.shared_rows[mask_index(args, tile.ring_before / args.shape.h_kv,
+                                          tile.ring_before % args.shape.h_kv * args.group + g_idx)];
         }
         tile.ring_before_sums *= C::kDqParts;
       }
@@ -112,15 +110,16 @@ __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem
           load_panels<kBlockQ, C::kDimV>(smem.dout[dout_slot], &args.map_dout, dout_full,
                                          q_tile_idx * kBlockQ, h_q_idx, tile.b_idx,
                                          ptx::kEvictNormal);
-          ptx::bulk_load(smem.minus_delta[dout_slot], args.minus_delta + rows_begin + q_tile_idx * kBlockQ,
-                         kRowBytes, dout_full);
+          ptx::bulk_load(smem.minus_delta[dout_slot],
+                         args.minus_delta + rows_begin + q_tile_idx * kBlockQ, kRowBytes,
+                         dout_full);
           // With dO, not with Q: the bounds slot was last read two bounds tiles ago, hence not after
           // step count - 2, whose end dout_empty has just announced (its stages are at most two).
           if (needs_bounds) {
-            ptx::bulk_load(smem.bounds[bounds_slot],
-                           args.bounds + static_cast<int64_t>(mask_idx) * args.num_hulls * kHullK +
-                               k_begin,
-                           kBoundsBytes, dout_full);
+            ptx::bulk_load(
+                smem.bounds[bounds_slot],
+                args.bounds + static_cast<int64_t>(mask_idx) * args.num_hulls * kHullK + k_begin,
+                kBoundsBytes, dout_full);
           }
         }
         __syncwarp();
@@ -128,15 +127,15 @@ __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem
           ptx::mbar_wait(&smem.v_empty, (num_kv & 1) ^ 1);
           if (is_leader) {
             ptx::mbar_arrive_expect_tx(&smem.v_full, Sizes<C>::kVBytes);
-            load_panels<C::kBlockK, C::kDimV>(smem.v, &args.map_v, &smem.v_full, k_begin, tile.h_kv_idx,
-                                              tile.b_idx, ptx::kEvictFirst);
+            load_panels<C::kBlockK, C::kDimV>(smem.v, &args.map_v, &smem.v_full, k_begin,
+                                              tile.h_kv_idx, tile.b_idx, ptx::kEvictFirst);
           }
           // K last: the final product of the previous tile reads it, V was free long before.
           ptx::mbar_wait(&smem.k_empty, (num_kv & 1) ^ 1);
           if (is_leader) {
             ptx::mbar_arrive_expect_tx(&smem.k_full, Sizes<C>::kKBytes);
-            load_panels<C::kBlockK, C::kDim>(smem.k, &args.map_k, &smem.k_full, k_begin, tile.h_kv_idx,
-                                             tile.b_idx, ptx::kEvictFirst);
+            load_panels<C::kBlockK, C::kDim>(smem.k, &args.map_k, &smem.k_full, k_begin,
+                                             tile.h_kv_idx, tile.b_idx, ptx::kEvictFirst);
           }
           __syncwarp();
           needs_kv = false;

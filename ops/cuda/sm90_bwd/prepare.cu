@@ -30,8 +30,9 @@ __global__ void __launch_bounds__(kThreads) scan_kernel(KernelArgs args, int64_t
       const sm90::HiddenRows hidden = sm90::hidden_rows(mask, list_bounds, k_idx);
       const bool has_lt = hidden.lt.begin < hidden.lt.end;
       const bool has_ut = hidden.ut.begin < hidden.ut.end;
-      const int32_t value[4] = {has_lt ? hidden.lt.begin : sm90::kNever, has_lt ? hidden.lt.end : -1,
-                                has_ut ? hidden.ut.begin : sm90::kNever, has_ut ? hidden.ut.end : -1};
+      const int32_t value[4] = {
+          has_lt ? hidden.lt.begin : sm90::kNever, has_lt ? hidden.lt.end : -1,
+          has_ut ? hidden.ut.begin : sm90::kNever, has_ut ? hidden.ut.end : -1};
 #pragma unroll
       for (int idx = 0; idx < 4; ++idx) {
         low[idx] = min(low[idx], value[idx]);
@@ -66,9 +67,8 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t k_begin = static_cast<int32_t>(tile_idx % args.num_k_tiles) * block_k;
   int32_t num_steps = 0;
   for (int32_t chunk = 0; chunk < args.num_q_tiles; chunk += 32) {
-    const bool is_visited =
-        classify_step(args.mask, args.hulls, args.num_hulls, mask_idx, k_begin, block_k,
-                      chunk + lane) != StepClass::kSkip;
+    const bool is_visited = classify_step(args.mask, args.hulls, args.num_hulls, mask_idx, k_begin,
+                                          block_k, chunk + lane) != StepClass::kSkip;
     num_steps += __popc(__ballot_sync(kAllLanes, is_visited));
     if (is_visited) atomicAdd(&args.visits[int64_t{mask_idx} * args.num_q_tiles + chunk + lane], 1);
   }
@@ -136,10 +136,10 @@ __global__ void __launch_bounds__(kThreads) row_kernel(KernelArgs args, PrepareA
   const int32_t part = threadIdx.x % 16;
   const int64_t head = int64_t{b_idx} * args.shape.h_q + h_idx;
   const int64_t padded_rows = int64_t{args.num_q_tiles} * kBlockQ;
-  const T* const out = static_cast<const T*>(in.out) + b_idx * in.stride_out.b +
-                       h_idx * in.stride_out.h;
-  const T* const dout = static_cast<const T*>(in.dout) + b_idx * in.stride_dout.b +
-                        h_idx * in.stride_dout.h;
+  const T* const out =
+      static_cast<const T*>(in.out) + b_idx * in.stride_out.b + h_idx * in.stride_out.h;
+  const T* const dout =
+      static_cast<const T*>(in.dout) + b_idx * in.stride_dout.b + h_idx * in.stride_dout.h;
 #pragma unroll
   for (int32_t pass = 0; pass < kBlockQ / (kThreads / 16); ++pass) {
     const int32_t q_idx = q_tile_idx * kBlockQ + pass * (kThreads / 16) + threadIdx.x / 16;
@@ -147,7 +147,8 @@ __global__ void __launch_bounds__(kThreads) row_kernel(KernelArgs args, PrepareA
     float sum = 0.f;
     if (is_row) {
       for (int32_t d_idx = part * 8; d_idx < args.shape.d_v; d_idx += 128) {
-        const uint4 x = __ldg(reinterpret_cast<const uint4*>(out + q_idx * in.stride_out.s + d_idx));
+        const uint4 x =
+            __ldg(reinterpret_cast<const uint4*>(out + q_idx * in.stride_out.s + d_idx));
         const uint4 y =
             __ldg(reinterpret_cast<const uint4*>(dout + q_idx * in.stride_dout.s + d_idx));
         const T* const x_values = reinterpret_cast<const T*>(&x);

@@ -59,9 +59,8 @@ class RowWalk {
         own_visits_order_ = __ldg(args.visits + row);
         if (args.is_deterministic) {
           const int64_t tile = static_cast<int64_t>(mask_idx_) * args.num_k_tiles + k_tile_idx_;
-          own_visits_order_ |= static_cast<uint32_t>(
-                                   __ldg(args.turns + tile * args.num_q_tiles + own_tile))
-                               << 16;
+          own_visits_order_ |=
+              static_cast<uint32_t>(__ldg(args.turns + tile * args.num_q_tiles + own_tile)) << 16;
         }
       }
     }
