@@ -27,9 +27,8 @@ __device__ __forceinline__ uint32_t smem_addr(const void* pointer) {
 // One lane of a converged warp, always the same one.
 __device__ __forceinline__ bool elect_one() {
   uint32_t is_elected;
-  asm volatile(
-      "{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}\n"
-      : "=r"(is_elected));
+  asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}\n"
+               : "=r"(is_elected));
   return is_elected != 0;
 }
 
@@ -144,10 +143,10 @@ __device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, const void*
 // gmem[i] += smem[i] in fp32, 16-byte aligned, bytes a multiple of 16.
 __device__ __forceinline__ void bulk_reduce_add_f32(float* gmem_dst, const void* smem_src,
                                                     uint32_t bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-                   gmem_dst),
-               "r"(smem_addr(smem_src)), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(gmem_dst),
+      "r"(smem_addr(smem_src)), "r"(bytes)
+      : "memory");
 }
 // Plain bulk load of `bytes` (multiple of 16, both sides 16-byte aligned).
 __device__ __forceinline__ void bulk_load(void* smem_dst, const void* gmem_src, uint32_t bytes,
@@ -202,10 +201,10 @@ __device__ __forceinline__ void cluster_sync() {
 // --- Matrix moves ------------------------------------------------------------------------------
 __device__ __forceinline__ void stmatrix_x4(void* smem_dst, uint32_t r0, uint32_t r1, uint32_t r2,
                                             uint32_t r3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   smem_addr(smem_dst)),
-               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_addr(smem_dst)),
+      "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+      : "memory");
 }
 __device__ __forceinline__ void stmatrix_x4_trans(void* smem_dst, uint32_t r0, uint32_t r1,
                                                   uint32_t r2, uint32_t r3) {
@@ -222,8 +221,8 @@ __device__ __forceinline__ void ldmatrix_x4(const void* smem_src, uint32_t (&r)[
 }
 
 // D[16, 8] += A[16, 16] B[16, 8] by one warp, bf16 in, fp32 out; fragments as wgmma.cuh's, 16 rows.
-__device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                  uint32_t b1) {
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4],
+                                                  uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7},"
       " {%8, %9}, {%0, %1, %2, %3};"

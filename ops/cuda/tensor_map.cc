@@ -13,8 +13,8 @@ EncodeTiled encode_function() {
   static const EncodeTiled function = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult result;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000,
-                                                               cudaEnableDefault, &result);
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
+                                                               12000, cudaEnableDefault, &result);
     const bool is_found = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
     return is_found ? reinterpret_cast<EncodeTiled>(entry) : nullptr;
   }();
@@ -23,8 +23,8 @@ EncodeTiled encode_function() {
 
 }  // namespace
 
-std::string check_vector_access(const char* name, const void* data, const Strides& stride, int64_t b,
-                                int64_t s, int64_t h) {
+std::string check_vector_access(const char* name, const void* data, const Strides& stride,
+                                int64_t b, int64_t s, int64_t h) {
   if (reinterpret_cast<uintptr_t>(data) % 16 != 0) {
     return std::string(name) + " does not start at a multiple of 16 bytes; pass a contiguous copy";
   }
@@ -47,7 +47,8 @@ std::string make_tensor_map(CUtensorMap* map, const char* name, DType dtype, con
   const std::string error = check_vector_access(name, data, stride, b, s, h);
   if (!error.empty()) return error;
   const EncodeTiled encode = encode_function();
-  if (encode == nullptr) return "the CUDA driver has no cuTensorMapEncodeTiled (needs CUDA >= 12.0)";
+  if (encode == nullptr)
+    return "the CUDA driver has no cuTensorMapEncodeTiled (needs CUDA >= 12.0)";
   constexpr int64_t kBytes = 2, kBoxCols = 64;
   // The stride of an axis of one element is never used; TMA still wants it legal.
   const auto bytes = [&](int64_t size, int64_t elements) {
@@ -60,7 +61,8 @@ std::string make_tensor_map(CUtensorMap* map, const char* name, DType dtype, con
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   const CUresult result =
       encode(map,
-             dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+             dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
              4, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

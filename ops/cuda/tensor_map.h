@@ -17,7 +17,7 @@ std::string make_tensor_map(CUtensorMap* map, const char* name, DType dtype, con
                             int32_t box_rows);
 
 // What 16-byte accesses cannot take about the tensor, or "".
-std::string check_vector_access(const char* name, const void* data, const Strides& stride, int64_t b,
-                                int64_t s, int64_t h);
+std::string check_vector_access(const char* name, const void* data, const Strides& stride,
+                                int64_t b, int64_t s, int64_t h);
 
 }  // namespace fm3::sm90

@@ -23,8 +23,8 @@ thread_local std::string last_error;
 
 // Smallest first: a call takes the first kernel that covers its head dims.
 const FwdKernel* const kKernels[] = {
-    &kFwdD64Bf16,  &kFwdD96Bf16,  &kFwdD128Bf16, &kFwdD192V128Bf16, &kFwdD192Bf16, &kFwdD256Bf16,
-    &kFwdD64Fp16,  &kFwdD96Fp16,  &kFwdD128Fp16, &kFwdD192V128Fp16, &kFwdD192Fp16, &kFwdD256Fp16};
+    &kFwdD64Bf16, &kFwdD96Bf16, &kFwdD128Bf16, &kFwdD192V128Bf16, &kFwdD192Bf16, &kFwdD256Bf16,
+    &kFwdD64Fp16, &kFwdD96Fp16, &kFwdD128Fp16, &kFwdD192V128Fp16, &kFwdD192Fp16, &kFwdD256Fp16};
 
 const FwdKernel* find_kernel(const FwdParams& params) {
   for (const FwdKernel* kernel : kKernels) {
@@ -36,9 +36,7 @@ const FwdKernel* find_kernel(const FwdParams& params) {
   return nullptr;
 }
 
-bool is_empty(const Shape& shape) {
-  return int64_t{shape.b} * shape.s_q * shape.h_q == 0;
-}
+bool is_empty(const Shape& shape) { return int64_t{shape.b} * shape.s_q * shape.h_q == 0; }
 
 // Empty if this backend has a kernel for the call, else why not and what would serve it.
 std::string check_served(const FwdParams& params) {
@@ -60,11 +58,13 @@ std::string check_served(const FwdParams& params) {
            "; sm90 serves up to " + std::to_string(kMaxLists);
   }
   if (shape.s_k > kMaxKeyCols) {
-    return "s_k=" + std::to_string(shape.s_k) + "; sm90 serves up to " + std::to_string(kMaxKeyCols);
+    return "s_k=" + std::to_string(shape.s_k) + "; sm90 serves up to " +
+           std::to_string(kMaxKeyCols);
   }
   const int64_t num_tiles = int64_t{shape.b} * shape.h_q * ((shape.s_q + kTileQ - 1) / kTileQ);
   if (num_tiles > INT32_MAX / 2) {
-    return "b * h_q * ceil(s_q / 128)=" + std::to_string(num_tiles) + "; sm90 serves fewer than 2^30";
+    return "b * h_q * ceil(s_q / 128)=" + std::to_string(num_tiles) +
+           "; sm90 serves fewer than 2^30";
   }
   return "";
 }
@@ -82,7 +82,8 @@ std::string check_device(int32_t* num_sms) {
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   }
-  if (error != cudaSuccess) return std::string("no usable CUDA device: ") + cudaGetErrorString(error);
+  if (error != cudaSuccess)
+    return std::string("no usable CUDA device: ") + cudaGetErrorString(error);
   if (major != 9 || minor != 0) {
     return "device " + std::to_string(device) + " has compute capability " + std::to_string(major) +
            "." + std::to_string(minor) + "; these kernels are for 9.0 (H100, H200)";
@@ -103,7 +104,8 @@ int64_t workspace_bytes(const FwdParams& params) {
 int32_t heads_per_group(const Shape& shape) {
   constexpr int64_t kL2Bytes = 32 << 20;
   const int64_t kv_bytes = int64_t{shape.s_k} * (shape.d_qk + shape.d_v) * 2;
-  const int64_t kv_heads = std::clamp<int64_t>(kL2Bytes / std::max<int64_t>(kv_bytes, 1), 1, shape.h_kv);
+  const int64_t kv_heads =
+      std::clamp<int64_t>(kL2Bytes / std::max<int64_t>(kv_bytes, 1), 1, shape.h_kv);
   return static_cast<int32_t>(kv_heads) * (shape.h_q / shape.h_kv);
 }
 
@@ -134,8 +136,8 @@ int32_t run(const FwdParams& params, cudaStream_t stream) {
   auto* workspace = static_cast<char*>(params.workspace);
 
   FwdArgs args{};
-  std::string error = make_tensor_map(&args.map_q, "q", params.dtype, params.q, params.stride_q, shape.b,
-                                      shape.s_q, shape.h_q, shape.d_qk, kRowsPerQBox);
+  std::string error = make_tensor_map(&args.map_q, "q", params.dtype, params.q, params.stride_q,
+                                      shape.b, shape.s_q, shape.h_q, shape.d_qk, kRowsPerQBox);
   if (error.empty()) {
     error = make_tensor_map(&args.map_k, "k", params.dtype, params.k, params.stride_k, shape.b,
                             shape.s_k, shape.h_kv, shape.d_qk, kernel.step_cols);
@@ -145,7 +147,8 @@ int32_t run(const FwdParams& params, cudaStream_t stream) {
                             shape.s_k, shape.h_kv, shape.d_v, kernel.step_cols);
   }
   if (error.empty()) {
-    error = check_vector_access("out", params.out, params.stride_out, shape.b, shape.s_q, shape.h_q);
+    error =
+        check_vector_access("out", params.out, params.stride_out, shape.b, shape.s_q, shape.h_q);
   }
   if (!error.empty()) return fail(Status::kUnsupported, kName, error);
 
@@ -211,7 +214,8 @@ int32_t fm3_sm90_build_schedule(const fm3::MaskView* mask, void* schedule, void*
   std::string error = mask == nullptr ? "mask is nullptr" : fm3::check_mask(*mask);
   if (error.empty() && schedule == nullptr) error = "schedule is nullptr";
   if (error.empty() && mask->s_k > fm3::sm90::kMaxKeyCols) {
-    error = "s_k=" + std::to_string(mask->s_k) + "; at most " + std::to_string(fm3::sm90::kMaxKeyCols);
+    error =
+        "s_k=" + std::to_string(mask->s_k) + "; at most " + std::to_string(fm3::sm90::kMaxKeyCols);
   }
   if (error.empty() && int64_t{mask->b} * mask->h_mask > fm3::sm90::kMaxLists) {
     error = "b * h_mask=" + std::to_string(int64_t{mask->b} * mask->h_mask) + "; at most " +

@@ -17,7 +17,7 @@ import torch
 from paddle_fm3._native import sm90_library
 from paddle_fm3.testing import gpu_call
 from paddle_fm3.testing.bench import BenchOptions, Record, RunIdentity, TimingStats, attention_record
-from paddle_fm3.testing.cases import ANCHOR_KINDS, LENGTHS, OTHER_KINDS, AttentionCase, benchmark_case
+from paddle_fm3.testing.cases import ANCHOR_KINDS, LENGTHS, OTHER_KINDS, VARIANTS, AttentionCase, benchmark_case
 
 IMPLS = ("fm3", "cudnn", "fa4", "flex")
 CASES = tuple(
@@ -61,7 +61,11 @@ def run_case(
     case = benchmark_case(name)
     inputs = make_inputs(case, DTYPES[dtype])
     mask = gpu_call.GpuMask.of(case)
-    makers = {"fm3": lambda *given: _fm3(library or sm90_library(), *given), "cudnn": _cudnn, "fa4": _fa4, "flex": _flex}
+
+    def fm3(*given: Any) -> Call:
+        return _fm3(library or sm90_library(), *given)
+
+    makers = {"fm3": fm3, "cudnn": _cudnn, "fa4": _fa4, "flex": _flex}
     calls: dict[str, Call] = {}
     for impl in impls:
         call = makers[impl](case, inputs, mask)
@@ -164,9 +168,11 @@ def _fm3(library: Any, case: AttentionCase, inputs: tuple, mask: gpu_call.GpuMas
 
 
 def _is_plain(case: AttentionCase) -> bool:
-    return case.name.split("_", 1)[1].split("_")[0] in ("full", "causal") and "causal_" not in case.name.replace(
-        "causal_gqa4", ""
-    ).replace("causal_d64", "").replace("causal_d256", "")
+    """Full or causal, the two masks that every peer knows by name."""
+    kind = case.name.partition("_")[2]
+    for variant in VARIANTS:
+        kind = kind.removesuffix(f"_{variant}") if variant else kind
+    return kind in ("full", "causal")
 
 
 def _cudnn(case: AttentionCase, inputs: tuple, mask: gpu_call.GpuMask) -> Call | None:

@@ -36,8 +36,7 @@ int32_t hull_cols() { return kHullCols; }
 // 0 skip, 1 partial, 2 full.
 int32_t hull_class(const MaskView* mask, int32_t list_idx, int32_t hull_idx, int32_t q_begin,
                    int32_t q_end) {
-  const int32_t* bounds =
-      mask->bounds + int64_t{list_idx} * mask->s_k * num_bounds(mask->form);
+  const int32_t* bounds = mask->bounds + int64_t{list_idx} * mask->s_k * num_bounds(mask->form);
   const int32_t k_begin = hull_idx * kHullCols;
   const int32_t k_end = std::min(k_begin + kHullCols, mask->s_k);
   return static_cast<int32_t>(
@@ -47,8 +46,7 @@ int32_t hull_class(const MaskView* mask, int32_t list_idx, int32_t hull_idx, int
 // Spans of one query tile as {k_begin, count, is_full} triples; the number of spans.
 int32_t spans(const MaskView* mask, int32_t list_idx, int32_t q_tile_idx, int32_t* triples,
               int32_t capacity) {
-  const int32_t* bounds =
-      mask->bounds + int64_t{list_idx} * mask->s_k * num_bounds(mask->form);
+  const int32_t* bounds = mask->bounds + int64_t{list_idx} * mask->s_k * num_bounds(mask->form);
   const int32_t q_begin = q_tile_idx * kTileQ, q_end = std::min(q_begin + kTileQ, mask->s_q);
   const int32_t num_hulls = (mask->s_k + kHullCols - 1) / kHullCols;
   const int32_t num_q_tiles = (mask->s_q + kTileQ - 1) / kTileQ;

@@ -114,14 +114,13 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerCta)
     }
 
     // All lanes walk the chunk together; runs of hulls that cannot change the state are jumped.
-    const uint32_t all_full =
-        __ballot_sync(kAllLanes, full == (1u << kGranulesPerHull) - 1);
+    const uint32_t all_full = __ballot_sync(kAllLanes, full == (1u << kGranulesPerHull) - 1);
     const uint32_t all_hidden = __ballot_sync(kAllLanes, visible == 0);
     for (int step = 0; step < kWarp;) {
       const int32_t granule_begin = (chunk + step) * kGranulesPerHull;
-      const uint32_t jump = writer.wants_only_full_end()            ? all_full >> step
+      const uint32_t jump = writer.wants_only_full_end()       ? all_full >> step
                             : writer.is_idle_at(granule_begin) ? all_hidden >> step
-                                                                    : 0;
+                                                               : 0;
       if (jump & 1) {
         step += ~jump == 0 ? kWarp : __ffs(~jump) - 1;
         continue;

@@ -109,8 +109,8 @@ struct HiddenRows {
 
 FM3_HOST_DEVICE HiddenRows hidden_rows(const MaskView& mask, const int32_t* list_bounds,
                                        int32_t k_idx) {
-  const ColumnBounds column = expand_bounds(
-      list_bounds + int64_t{k_idx} * num_bounds(mask.form), mask.form, mask.s_q);
+  const ColumnBounds column =
+      expand_bounds(list_bounds + int64_t{k_idx} * num_bounds(mask.form), mask.form, mask.s_q);
   return {{column.lt_begin, column.lt_end},
           {column.ut_begin, column.ut_end},
           {0, mask.is_causal ? causal_end(k_idx, mask.s_q, mask.s_k) : 0}};
@@ -145,15 +145,13 @@ FM3_HOST_DEVICE bool touches(const HiddenRows& rows, int32_t q_begin, int32_t q_
 enum class HullClass { kSkip, kPartial, kFull };
 FM3_HOST_DEVICE HullClass classify(const ColumnHull& hull, const MaskView& mask, int32_t k_begin,
                                    int32_t k_end, int32_t q_begin, int32_t q_end) {
-  const HiddenRows common = {
-      {hull.lt_begin_max, hull.lt_end_min},
-      {hull.ut_begin_max, hull.ut_end_min},
-      {0, mask.is_causal ? causal_end(k_begin, mask.s_q, mask.s_k) : 0}};
+  const HiddenRows common = {{hull.lt_begin_max, hull.lt_end_min},
+                             {hull.ut_begin_max, hull.ut_end_min},
+                             {0, mask.is_causal ? causal_end(k_begin, mask.s_q, mask.s_k) : 0}};
   if (covers(common, q_begin, q_end)) return HullClass::kSkip;
-  const HiddenRows reach = {
-      {hull.lt_begin_min, hull.lt_end_max},
-      {hull.ut_begin_min, hull.ut_end_max},
-      {0, mask.is_causal ? causal_end(k_end - 1, mask.s_q, mask.s_k) : 0}};
+  const HiddenRows reach = {{hull.lt_begin_min, hull.lt_end_max},
+                            {hull.ut_begin_min, hull.ut_end_max},
+                            {0, mask.is_causal ? causal_end(k_end - 1, mask.s_q, mask.s_k) : 0}};
   return touches(reach, q_begin, q_end) ? HullClass::kPartial : HullClass::kFull;
 }
 

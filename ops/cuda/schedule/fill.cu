@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "fill.cuh"
-
 #include <cuda_runtime.h>
 
 #include <algorithm>
+
+#include "fill.cuh"
 
 namespace fm3::sm90 {
 namespace {
 
 constexpr int kThreads = 256;
 
-__global__ void __launch_bounds__(kThreads) fill_kernel(Shape shape, uint16_t* out, Strides stride,
-                                                        float* lse, int64_t num_rows) {
+__global__ void __launch_bounds__(kThreads)
+    fill_kernel(Shape shape, uint16_t* out, Strides stride, float* lse, int64_t num_rows) {
   for (int64_t row = int64_t{blockIdx.x} * kThreads + threadIdx.x; row < num_rows;
        row += int64_t{gridDim.x} * kThreads) {
     const int64_t q_idx = row % shape.s_q, h_idx = row / shape.s_q % shape.h_q;
@@ -27,7 +27,8 @@ __global__ void __launch_bounds__(kThreads) fill_kernel(Shape shape, uint16_t* o
 cudaError_t fill_empty_rows(const FwdParams& params, cudaStream_t stream) {
   const Shape& shape = params.shape;
   const int64_t num_rows = int64_t{shape.b} * shape.h_q * shape.s_q;
-  const auto num_ctas = static_cast<uint32_t>(std::min<int64_t>((num_rows + kThreads - 1) / kThreads, 4096));
+  const auto num_ctas =
+      static_cast<uint32_t>(std::min<int64_t>((num_rows + kThreads - 1) / kThreads, 4096));
   fill_kernel<<<num_ctas, kThreads, 0, stream>>>(shape, static_cast<uint16_t*>(params.out),
                                                  params.stride_out, params.lse, num_rows);
   return cudaGetLastError();

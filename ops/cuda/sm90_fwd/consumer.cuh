@@ -24,7 +24,10 @@ class Consumer {
 
  public:
   __device__ __forceinline__ Consumer(const FwdArgs& args, Smem& smem, int group)
-      : args_(args), smem_(smem), group_(group), warp_(threadIdx.x / 32 % 4),
+      : args_(args),
+        smem_(smem),
+        group_(group),
+        warp_(threadIdx.x / 32 % 4),
         lane_(threadIdx.x % 32) {}
 
   // For step j of the stream, with j - 1 possibly the last of another query tile:
@@ -145,8 +148,7 @@ class Consumer {
 
   __device__ __forceinline__ void issue_pv(float (&acc_o)[kRegsO], uint32_t (&reg_p)[kRegsP],
                                            int32_t scale_o) {
-    const uint64_t desc_v =
-        ptx::wgmma_desc_mn(ptx::smem_addr(smem_.v[v_pos_.slot]), kCols * 128);
+    const uint64_t desc_v = ptx::wgmma_desc_mn(ptx::smem_addr(smem_.v[v_pos_.slot]), kCols * 128);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kCols / 16; ++step) {
@@ -194,15 +196,15 @@ class Consumer {
       ptx::ldmatrix_x4(smem_q + panel * Config::kRowsPerGroup * 128 + row_q * 128 +
                            (((chunk + chunk_q) ^ (row_q % 8)) * 16),
                        reg_q);
-      const uint8_t* panel_k = smem_k + panel * kCols * 128 + row_k * 128 +
-                               (((chunk + chunk_k) ^ (row_k % 8)) * 16);
+      const uint8_t* panel_k =
+          smem_k + panel * kCols * 128 + row_k * 128 + (((chunk + chunk_k) ^ (row_k % 8)) * 16);
 #pragma unroll
       for (int block = 0; block < kCols / 16; ++block) {
         uint32_t reg_k[4];
         ptx::ldmatrix_x4(panel_k + block * 16 * 128, reg_k);
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
-          float(&acc)[4] = *reinterpret_cast<float(*)[4]>(&acc_s[4 * (2 * block + part)]);
+          float (&acc)[4] = *reinterpret_cast<float (*)[4]>(&acc_s[4 * (2 * block + part)]);
           ptx::mma_m16n8k16_bf16(acc, reg_q, reg_k[2 * part], reg_k[2 * part + 1]);
         }
       }

@@ -212,8 +212,11 @@ __device__ __forceinline__ uint32_t transpose_bits(uint32_t bits, int lane) {
 #pragma unroll
   for (int shift = 16; shift > 0; shift /= 2) {
     // Bit positions whose bit `shift` is 0.
-    const uint32_t low = shift == 16 ? 0x0000FFFF : shift == 8 ? 0x00FF00FF : shift == 4 ? 0x0F0F0F0F
-                         : shift == 2 ? 0x33333333 : 0x55555555;
+    const uint32_t low = shift == 16  ? 0x0000FFFF
+                         : shift == 8 ? 0x00FF00FF
+                         : shift == 4 ? 0x0F0F0F0F
+                         : shift == 2 ? 0x33333333
+                                      : 0x55555555;
     const uint32_t other = __shfl_xor_sync(kAllLanes, bits, shift);
     const bool is_high = lane & shift;
     const uint32_t keep = is_high ? ~low : low;
@@ -253,14 +256,15 @@ class MaskMaker {
     const int32_t* block_row =
         mask.block_mask == nullptr
             ? nullptr
-            : mask.block_mask +
-                  (list_idx * args_.schedule.num_q_tiles + tile.q_tile_idx) * args_.schedule.num_hulls;
+            : mask.block_mask + (list_idx * args_.schedule.num_q_tiles + tile.q_tile_idx) *
+                                    args_.schedule.num_hulls;
     SpanReader spans(tile_spans(args_, tile.b_idx, tile.h_idx, tile.q_tile_idx), tile.num_spans);
     for (int32_t span_idx = 0; span_idx < tile.num_spans; ++span_idx) {
       const Span span = spans.get(span_idx);
       if (span.is_full()) continue;
       for (int32_t step = 0; step < span.count() * Config::kStepsPerItem; ++step) {
-        make_step(bounds, block_row, tile.q_tile_idx * kTileQ, span.k_begin() + step * Config::kCols);
+        make_step(bounds, block_row, tile.q_tile_idx * kTileQ,
+                  span.k_begin() + step * Config::kCols);
       }
     }
   }
@@ -271,8 +275,9 @@ class MaskMaker {
     for (int word = warp_idx_; word < Config::kMaskWords; word += Config::kMaskWarps) {
       const int32_t k_idx = k_begin + word * 32 + lane_;
       uint32_t visible[kTileQ / 32];  // of column k_idx: bit r of [i] is row 32 i + r
-      const bool is_column = k_idx < args_.mask.s_k &&
-                             !(block_row != nullptr && __ldg(&block_row[k_idx / kBlockMaskTile]) == 0);
+      const bool is_column =
+          k_idx < args_.mask.s_k &&
+          !(block_row != nullptr && __ldg(&block_row[k_idx / kBlockMaskTile]) == 0);
       if (is_column) {
         const HiddenRows rows = hidden_rows(args_.mask, bounds, k_idx);
 #pragma unroll
