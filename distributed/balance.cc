@@ -37,7 +37,9 @@ class Random {  // splitmix64: the same sequence on every machine
 class Descent {
  public:
   Descent(const BalanceProblem& problem, const BalanceOptions& options)
-      : problem_(problem), options_(options), bound_(lower_bound(problem)),
+      : problem_(problem),
+        options_(options),
+        bound_(lower_bound(problem)),
         triples_left_(options.max_triples) {
     goal_ = bound_ * (1 + options.target_gap);
   }
@@ -70,7 +72,9 @@ class Descent {
   }
 
  private:
-  Load weight(int32_t item) const { return item < problem_.num_chunks() ? problem_.weights[item] : 0; }
+  Load weight(int32_t item) const {
+    return item < problem_.num_chunks() ? problem_.weights[item] : 0;
+  }
   double finish_of(int32_t rank) const { return double(loads_[rank]) / problem_.speed[rank]; }
 
   int32_t heaviest() const {
@@ -91,10 +95,12 @@ class Descent {
 
   void load_assignment(const std::vector<int32_t>& ranks) {
     std::vector<std::vector<int32_t>> items(problem_.num_ranks());
-    for (int32_t chunk = 0; chunk < problem_.num_chunks(); ++chunk) items[ranks[chunk]].push_back(chunk);
+    for (int32_t chunk = 0; chunk < problem_.num_chunks(); ++chunk)
+      items[ranks[chunk]].push_back(chunk);
     int32_t phantom = problem_.num_chunks();
     for (int32_t rank = 0; rank < problem_.num_ranks(); ++rank) {
-      while (int32_t(items[rank].size()) < problem_.capacity[rank]) items[rank].push_back(phantom++);
+      while (int32_t(items[rank].size()) < problem_.capacity[rank])
+        items[rank].push_back(phantom++);
     }
     load_items(items);
   }
@@ -156,11 +162,13 @@ class Descent {
     for (int32_t other : others_by_finish(rank)) {
       if (cannot_improve({rank, other}, best.finish)) continue;
       open_windows({rank, other}, kPairWindow);
-      const PairSplit split = splitter_.solve(window_loads_.data(), int(window_loads_.size()), open_count_[0],
-                                              base_[0], base_[1], problem_.speed[rank], problem_.speed[other]);
+      const PairSplit split =
+          splitter_.solve(window_loads_.data(), int(window_loads_.size()), open_count_[0], base_[0],
+                          base_[1], problem_.speed[rank], problem_.speed[other]);
       if (split.finish >= best.finish) continue;
       best = {{rank, other}, kept_, split.finish};
-      for (size_t i = 0; i < window_.size(); ++i) best.items[split.left_mask >> i & 1 ? 0 : 1].push_back(window_[i]);
+      for (size_t i = 0; i < window_.size(); ++i)
+        best.items[split.left_mask >> i & 1 ? 0 : 1].push_back(window_[i]);
       if (split.finish <= goal_) break;
     }
     if (best.ranks.empty()) return false;
@@ -172,7 +180,8 @@ class Descent {
   bool improve_by_triple(int32_t rank) {
     const std::vector<int32_t> others = others_by_finish(rank);
     const double before = finish_of(rank);
-    for (size_t sum = 1; sum < 2 * others.size(); ++sum) {  // sum of positions: lightest pairs first
+    for (size_t sum = 1; sum < 2 * others.size();
+         ++sum) {  // sum of positions: lightest pairs first
       for (size_t i = sum >= others.size() ? sum - others.size() + 1 : 0; 2 * i < sum; ++i) {
         if (cannot_improve({rank, others[i], others[sum - i]}, before)) continue;
         if (triples_left_-- <= 0) return false;
@@ -213,9 +222,9 @@ class Descent {
           rest_items_.push_back(window_[i]);
           rest_loads_.push_back(window_loads_[i]);
         }
-        const PairSplit split = splitter_.solve(rest_loads_.data(), int(rest_loads_.size()), open_count_[1],
-                                                base_[1], base_[2], problem_.speed[ranks[1]],
-                                                problem_.speed[ranks[2]]);
+        const PairSplit split =
+            splitter_.solve(rest_loads_.data(), int(rest_loads_.size()), open_count_[1], base_[1],
+                            base_[2], problem_.speed[ranks[1]], problem_.speed[ranks[2]]);
         if (std::max(finish, split.finish) < best.finish) {
           best = {ranks, kept_, std::max(finish, split.finish)};
           for (int i = 0; i < num_items; ++i) {
@@ -245,7 +254,8 @@ class Descent {
     for (size_t i = 0; i < ranks.size(); ++i) {
       auto& items = items_[ranks[i]];
       const int count = std::min<int>(int(items.size()), width);
-      if (int(items.size()) > width) std::rotate(items.begin(), items.begin() + (width + 1) / 2, items.end());
+      if (int(items.size()) > width)
+        std::rotate(items.begin(), items.begin() + (width + 1) / 2, items.end());
       open_count_[i] = count;
       base_[i] = loads_[ranks[i]];
       for (int at = 0; at < count; ++at) {
@@ -282,13 +292,13 @@ class Descent {
   double bound_, goal_;
   int64_t triples_left_;
   std::vector<std::vector<int32_t>> items_;  // [num_ranks][capacity]
-  std::vector<Load> loads_;                  // [num_ranks]
+  std::vector<Load> loads_;  // [num_ranks]
   PairSplitter splitter_;
   std::vector<int32_t> window_, rest_items_;  // items that a split may move
   std::vector<Load> window_loads_, rest_loads_;
-  std::vector<std::vector<int32_t>> kept_;    // per rank of the split: items that stay
-  int open_count_[3] = {0, 0, 0};             // per rank of the split: items it put into the window
-  Load base_[3] = {0, 0, 0};                  // and its load outside the window
+  std::vector<std::vector<int32_t>> kept_;  // per rank of the split: items that stay
+  int open_count_[3] = {0, 0, 0};  // per rank of the split: items it put into the window
+  Load base_[3] = {0, 0, 0};  // and its load outside the window
 };
 
 }  // namespace

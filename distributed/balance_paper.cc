@@ -10,8 +10,8 @@ namespace fm3::planner {
 namespace {
 
 constexpr int64_t kMaxTripleNodes = 2000000;
-constexpr int kMaxPairChunks = 10;    // per rank: beyond this phase 2 is skipped
-constexpr int kMaxTripleChunks = 8;   // per rank: beyond this phase 3 is skipped
+constexpr int kMaxPairChunks = 10;  // per rank: beyond this phase 2 is skipped
+constexpr int kMaxTripleChunks = 8;  // per rank: beyond this phase 3 is skipped
 
 class Ipo {
  public:
@@ -33,7 +33,8 @@ class Ipo {
     if (last_phase >= 2 && slots_ <= kMaxPairChunks) {
       for (int round = 0; round < max_rounds; ++round) {
         if (refine_pair()) continue;
-        if (last_phase < 3 || num_ranks_ < 3 || slots_ > kMaxTripleChunks || !refine_triple()) break;
+        if (last_phase < 3 || num_ranks_ < 3 || slots_ > kMaxTripleChunks || !refine_triple())
+          break;
         ++p3_successes;
       }
     }
@@ -46,12 +47,15 @@ class Ipo {
 
  private:
   Load max_load() const { return *std::max_element(loads_.begin(), loads_.end()); }
-  int32_t heaviest() const { return int32_t(std::max_element(loads_.begin(), loads_.end()) - loads_.begin()); }
+  int32_t heaviest() const {
+    return int32_t(std::max_element(loads_.begin(), loads_.end()) - loads_.begin());
+  }
 
   Load max_except(std::initializer_list<int32_t> ranks) const {
     Load result = 0;
     for (int32_t rank = 0; rank < num_ranks_; ++rank) {
-      if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end()) result = std::max(result, loads_[rank]);
+      if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end())
+        result = std::max(result, loads_[rank]);
     }
     return result;
   }
@@ -92,12 +96,13 @@ class Ipo {
     for (int32_t other = 0; other < num_ranks_; ++other) {
       if (other != rank) others.push_back(other);
     }
-    std::stable_sort(others.begin(), others.end(), [&](int32_t x, int32_t y) { return loads_[x] < loads_[y]; });
+    std::stable_sort(others.begin(), others.end(),
+                     [&](int32_t x, int32_t y) { return loads_[x] < loads_[y]; });
     for (size_t i = 0; i < others.size(); ++i) {
       for (size_t j = i + 1; j < others.size(); ++j) {
         const int32_t x = others[i], y = others[j];
-        if (max_except({rank, x, y}) >= before) continue;              // a bystander is at the maximum
-        if (before + loads_[x] + loads_[y] >= 3 * before) continue;    // their mean is not below it
+        if (max_except({rank, x, y}) >= before) continue;  // a bystander is at the maximum
+        if (before + loads_[x] + loads_[y] >= 3 * before) continue;  // their mean is not below it
         if (split_triple({rank, x, y}, before - 1)) return true;
       }
     }
@@ -106,8 +111,10 @@ class Ipo {
 
   bool split_triple(const std::vector<int32_t>& ranks, Load limit) {
     pool_.clear();
-    for (int32_t rank : ranks) pool_.insert(pool_.end(), chunks_[rank].begin(), chunks_[rank].end());
-    std::stable_sort(pool_.begin(), pool_.end(), [&](int32_t x, int32_t y) { return weights_[x] > weights_[y]; });
+    for (int32_t rank : ranks)
+      pool_.insert(pool_.end(), chunks_[rank].begin(), chunks_[rank].end());
+    std::stable_sort(pool_.begin(), pool_.end(),
+                     [&](int32_t x, int32_t y) { return weights_[x] > weights_[y]; });
     parts_.assign(3, {});
     part_loads_.assign(3, 0);
     nodes_left_ = kMaxTripleNodes;
@@ -120,10 +127,12 @@ class Ipo {
     if (at == pool_.size()) return true;
     if (nodes_left_-- <= 0) return false;
     for (int part = 0; part < 3; ++part) {
-      if (int32_t(parts_[part].size()) == slots_ || part_loads_[part] + weights_[pool_[at]] > limit) continue;
+      if (int32_t(parts_[part].size()) == slots_ || part_loads_[part] + weights_[pool_[at]] > limit)
+        continue;
       bool is_repeat = false;  // two parts in the same state would give mirrored searches
       for (int earlier = 0; earlier < part; ++earlier) {
-        is_repeat |= part_loads_[earlier] == part_loads_[part] && parts_[earlier].size() == parts_[part].size();
+        is_repeat |= part_loads_[earlier] == part_loads_[part] &&
+                     parts_[earlier].size() == parts_[part].size();
       }
       if (is_repeat) continue;
       parts_[part].push_back(pool_[at]);
@@ -146,7 +155,7 @@ class Ipo {
   const std::vector<Load>& weights_;
   int32_t num_ranks_, slots_;
   std::vector<std::vector<int32_t>> chunks_;  // [num_ranks][slots]
-  std::vector<Load> loads_;                   // [num_ranks]
+  std::vector<Load> loads_;  // [num_ranks]
   PairSplitter splitter_;
   std::vector<int32_t> pool_;
   std::vector<std::vector<int32_t>> parts_;
@@ -156,7 +165,8 @@ class Ipo {
 
 }  // namespace
 
-PaperBalance balance_paper(const std::vector<Load>& weights, int32_t num_ranks, int32_t last_phase) {
+PaperBalance balance_paper(const std::vector<Load>& weights, int32_t num_ranks,
+                           int32_t last_phase) {
   return Ipo(weights, num_ranks).run(last_phase);
 }
 

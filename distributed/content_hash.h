@@ -29,7 +29,8 @@ class ContentHash {
   void digest(unsigned char out[16]) const {
     for (int half = 0; half < 2; ++half) {
       uint64_t word = 0x243F6A8885A308D3ull + uint64_t(half);
-      for (int lane = 0; lane < kLanes; ++lane) word = finish(word ^ (lanes_[lane] + uint64_t(half) * kOdd));
+      for (int lane = 0; lane < kLanes; ++lane)
+        word = finish(word ^ (lanes_[lane] + uint64_t(half) * kOdd));
       std::memcpy(out + 8 * half, &word, 8);
     }
   }

@@ -48,7 +48,8 @@ void Segments::collect(const std::vector<Need>& needs, const ChunkGrid& grid, in
 Segments::Segments(const std::vector<Need>& needs, const ChunkGrid& grid) {
   const size_t max_cuts = size_t(grid.num_chunks()) * 4 + 512;
   collect(needs, grid, 1);
-  if (cuts_.size() > max_cuts) collect(needs, grid, kTile);  // single-row needs: round outwards to tiles
+  if (cuts_.size() > max_cuts)
+    collect(needs, grid, kTile);  // single-row needs: round outwards to tiles
   if (cuts_.size() > max_cuts * 4) cuts_ = chunk_cuts(grid);
   std::vector<int32_t> segment_of_tile;  // first segment that ends after each 128th row
   for (int32_t row = 0, segment = 0; row <= grid.s(); row += kTile) {
@@ -60,7 +61,8 @@ Segments::Segments(const std::vector<Need>& needs, const ChunkGrid& grid) {
     Run run{segment_of_tile[need.k_begin / kTile], segment_of_tile[(need.k_end - 1) / kTile]};
     while (cuts_[run.begin + 1] <= need.k_begin) ++run.begin;
     while (cuts_[run.end] < need.k_end) ++run.end;
-    for (int32_t chunk = need.chunk_begin; chunk < need.chunk_end; ++chunk) append(needed_[chunk], run);
+    for (int32_t chunk = need.chunk_begin; chunk < need.chunk_end; ++chunk)
+      append(needed_[chunk], run);
   }
   std::vector<Run> joined;
   for (auto& runs : needed_) {
@@ -83,7 +85,8 @@ void Grouping::load(const std::vector<int32_t>& node_of_chunk) {
   owner_.assign(segments_.count(), -1);
   loads_.assign(nodes_.size(), 0);
   slow_rows_.assign(nodes_.size(), 0);
-  for (int32_t chunk = 0; chunk < int32_t(node_of_chunk.size()); ++chunk) add(chunk, node_of_chunk[chunk]);
+  for (int32_t chunk = 0; chunk < int32_t(node_of_chunk.size()); ++chunk)
+    add(chunk, node_of_chunk[chunk]);
 }
 
 void Grouping::add(int32_t chunk, int32_t node) {
@@ -95,7 +98,8 @@ void Grouping::add(int32_t chunk, int32_t node) {
   }
   for (const Run& run : segments_.needed_by(chunk)) {
     for (int32_t segment = run.begin; segment < run.end; ++segment) {
-      if (users[segment]++ == 0 && owner_[segment] != node) slow_rows_[node] += segments_.rows(segment);
+      if (users[segment]++ == 0 && owner_[segment] != node)
+        slow_rows_[node] += segments_.rows(segment);
     }
     steps_ += run.end - run.begin;
   }
@@ -109,7 +113,8 @@ void Grouping::remove(int32_t chunk) {
   int32_t* users = &users_[size_t(node) * segments_.count()];
   for (const Run& run : segments_.needed_by(chunk)) {
     for (int32_t segment = run.begin; segment < run.end; ++segment) {
-      if (--users[segment] == 0 && owner_[segment] != node) slow_rows_[node] -= segments_.rows(segment);
+      if (--users[segment] == 0 && owner_[segment] != node)
+        slow_rows_[node] -= segments_.rows(segment);
     }
     steps_ += run.end - run.begin;
   }

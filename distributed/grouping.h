@@ -46,7 +46,6 @@ class Segments {
   std::vector<int32_t> first_of_chunk_;  // [num_chunks + 1]
 };
 
-
 // Which chunk is on which node, with loads and slow rows kept up to date while chunks move.
 class Grouping {
  public:
@@ -81,9 +80,9 @@ class Grouping {
   const std::vector<Node>& nodes_;
   const Segments& segments_;
   std::vector<int32_t> node_of_chunk_;
-  std::vector<int32_t> users_;      // [num_nodes][segments] chunks of the node that need the segment
-  std::vector<int32_t> owner_;      // [segments] node
-  std::vector<Load> loads_;         // [num_nodes]
+  std::vector<int32_t> users_;  // [num_nodes][segments] chunks of the node that need the segment
+  std::vector<int32_t> owner_;  // [segments] node
+  std::vector<Load> loads_;  // [num_nodes]
   std::vector<int64_t> slow_rows_;  // [num_nodes] rows needed and owned elsewhere
   int64_t steps_ = 0;
 };

@@ -22,7 +22,8 @@ struct LocalRows {
     const int32_t length = grid.num_chunks() > 0 ? grid.rows(0) : 1;
     bool is_even = (length & (length - 1)) == 0;
     for (int32_t chunk = 1; chunk < grid.num_chunks(); ++chunk) {
-      is_even &= grid.rows(chunk) == length || (chunk + 1 == grid.num_chunks() && grid.rows(chunk) < length);
+      is_even &= grid.rows(chunk) == length ||
+                 (chunk + 1 == grid.num_chunks() && grid.rows(chunk) < length);
     }
     low_bits = is_even ? length - 1 : 0;
     shift = __builtin_ctz(low_bits + 1);
@@ -43,12 +44,15 @@ struct LocalRows {
     owned.resize(before.size(), 0);
   }
 
-  int32_t at(int32_t row) const { return before[row >> shift] + ((row & low_bits) & owned[row >> shift]); }
+  int32_t at(int32_t row) const {
+    return before[row >> shift] + ((row & low_bits) & owned[row >> shift]);
+  }
 };
 
 __attribute__((target_clones("avx512f", "avx2", "default"))) void localize_rows(
-    const int32_t* __restrict rows, int32_t* __restrict out, int64_t count, const int32_t* __restrict before,
-    const int32_t* __restrict owned, int32_t shift, int32_t low_bits) {
+    const int32_t* __restrict rows, int32_t* __restrict out, int64_t count,
+    const int32_t* __restrict before, const int32_t* __restrict owned, int32_t shift,
+    int32_t low_bits) {
   for (int64_t i = 0; i < count; ++i) {
     out[i] = before[rows[i] >> shift] + ((rows[i] & low_bits) & owned[rows[i] >> shift]);
   }
@@ -70,8 +74,9 @@ bool fold_prefix(int32_t prefix_end, Run& lt, Run& ut) {
 
 }  // namespace
 
-std::string localize(const MaskColumns& mask, const ChunkGrid& grid, const std::vector<int32_t>& chunk_ranks,
-                     int32_t rank, const std::vector<KeyRange>& keys, const LocalBounds& out) {
+std::string localize(const MaskColumns& mask, const ChunkGrid& grid,
+                     const std::vector<int32_t>& chunk_ranks, int32_t rank,
+                     const std::vector<KeyRange>& keys, const LocalBounds& out) {
   const LocalRows loc(grid, chunk_ranks, rank);
   int64_t num_keys = 0;
   for (const KeyRange& range : keys) num_keys += range.num_rows;
@@ -80,8 +85,8 @@ std::string localize(const MaskColumns& mask, const ChunkGrid& grid, const std::
     for (const KeyRange& range : keys) {
       const int64_t from = int64_t(plane) * mask.s_k + range.k_begin;
       const auto write = [&](const int32_t* bound, int32_t* local) {
-        localize_rows(bound + from, local + to, range.num_rows, loc.before.data(), loc.owned.data(), loc.shift,
-                      loc.low_bits);
+        localize_rows(bound + from, local + to, range.num_rows, loc.before.data(), loc.owned.data(),
+                      loc.shift, loc.low_bits);
       };
       write(mask.lt_begin, out.lt_begin);
       write(mask.lt_end, out.lt_end);
@@ -94,10 +99,11 @@ std::string localize(const MaskColumns& mask, const ChunkGrid& grid, const std::
         if (ut.begin >= ut.end && (lt.begin >= lt.end || lt.begin > prefix_end)) {
           ut = {0, prefix_end};  // the usual causal column, kept out of the general fold
         } else if (!fold_prefix(prefix_end, lt, ut)) {
-          return "key column k=" + std::to_string(range.k_begin + i) + " (plane " + std::to_string(plane) +
-                 ") hides local rows [0, " + std::to_string(prefix_end) + ") by the causal rule, [" +
-                 std::to_string(lt.begin) + ", " + std::to_string(lt.end) + ") and [" + std::to_string(ut.begin) +
-                 ", " + std::to_string(ut.end) + "); a column holds at most two intervals";
+          return "key column k=" + std::to_string(range.k_begin + i) + " (plane " +
+                 std::to_string(plane) + ") hides local rows [0, " + std::to_string(prefix_end) +
+                 ") by the causal rule, [" + std::to_string(lt.begin) + ", " +
+                 std::to_string(lt.end) + ") and [" + std::to_string(ut.begin) + ", " +
+                 std::to_string(ut.end) + "); a column holds at most two intervals";
         }
         out.lt_begin[at] = lt.begin;
         out.lt_end[at] = lt.end;

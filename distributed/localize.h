@@ -16,7 +16,8 @@ struct LocalBounds {
 
 // Writes the local bounds of the columns in `keys`, in that order. The causal rule becomes part of the
 // second interval. Returns "" or why a column cannot be written with two intervals.
-std::string localize(const MaskColumns& mask, const ChunkGrid& grid, const std::vector<int32_t>& chunk_ranks,
-                     int32_t rank, const std::vector<KeyRange>& keys, const LocalBounds& out);
+std::string localize(const MaskColumns& mask, const ChunkGrid& grid,
+                     const std::vector<int32_t>& chunk_ranks, int32_t rank,
+                     const std::vector<KeyRange>& keys, const LocalBounds& out);
 
 }  // namespace fm3::planner

@@ -89,14 +89,16 @@ RankNeeds needs_of_ranks(const std::vector<Need>& needs, const std::vector<int32
                          int32_t num_ranks, int32_t num_planes, int32_t coalesce_rows,
                          int32_t align_rows, int32_t s_k) {
   std::vector<std::vector<Run>> by_rank(num_ranks);
-  const int32_t join = std::max(coalesce_rows, 1) - 1;  // holes of at most this many rows are filled
+  const int32_t join =
+      std::max(coalesce_rows, 1) - 1;  // holes of at most this many rows are filled
   for (Need need : needs) {
     need.k_begin = need.k_begin / align_rows * align_rows;
     need.k_end = std::min(s_k, (need.k_end + align_rows - 1) / align_rows * align_rows);
     for (int32_t chunk = need.chunk_begin; chunk < need.chunk_end; ++chunk) {
       auto& runs = by_rank[chunk_ranks[chunk]];
       // `needs` of one plane ascend, so only the last run can touch. Planes restart from 0.
-      if (!runs.empty() && need.k_begin >= runs.back().begin && need.k_begin - runs.back().end <= join) {
+      if (!runs.empty() && need.k_begin >= runs.back().begin &&
+          need.k_begin - runs.back().end <= join) {
         runs.back().end = std::max(runs.back().end, need.k_end);
       } else {
         runs.push_back({need.k_begin, need.k_end});
@@ -122,7 +124,8 @@ RankNeeds needs_of_ranks(const std::vector<Need>& needs, const std::vector<int32
   return result;
 }
 
-ForeignRows count_foreign_rows(const RankNeeds& needs, const ChunkGrid& grid, const std::vector<int32_t>& chunk_ranks,
+ForeignRows count_foreign_rows(const RankNeeds& needs, const ChunkGrid& grid,
+                               const std::vector<int32_t>& chunk_ranks,
                                const std::vector<int32_t>& node_of_rank) {
   const int32_t num_ranks = int32_t(node_of_rank.size());
   const int32_t num_nodes = *std::max_element(node_of_rank.begin(), node_of_rank.end()) + 1;

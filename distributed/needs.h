@@ -20,7 +20,7 @@ std::vector<Need> find_needs(const MaskColumns& mask, const TileScan& scan, cons
 
 struct RankNeeds {
   std::vector<int32_t> begins;  // [num_ranks + 1] into runs
-  std::vector<Run> runs;        // key rows, ascending and disjoint within a rank; own rows included
+  std::vector<Run> runs;  // key rows, ascending and disjoint within a rank; own rows included
 };
 
 // Key rows that each rank's chunks see. Holes shorter than `coalesce_rows` are filled: sending them along
@@ -34,7 +34,8 @@ RankNeeds needs_of_ranks(const std::vector<Need>& needs, const std::vector<int32
 struct ForeignRows {
   std::vector<int64_t> fast_of_rank, slow_of_rank, slow_of_node;
 };
-ForeignRows count_foreign_rows(const RankNeeds& needs, const ChunkGrid& grid, const std::vector<int32_t>& chunk_ranks,
+ForeignRows count_foreign_rows(const RankNeeds& needs, const ChunkGrid& grid,
+                               const std::vector<int32_t>& chunk_ranks,
                                const std::vector<int32_t>& node_of_rank);
 
 }  // namespace fm3::planner

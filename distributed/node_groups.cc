@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "node_groups.h"
 
-#include "rank_exchange.h"
-
 #include <algorithm>
 #include <numeric>
+
+#include "rank_exchange.h"
 
 namespace fm3::planner {
 namespace {
 
 constexpr double kEvenEnough = 0.002;  // nodes this close to the mean are left alone
 constexpr size_t kTried = 12;          // chunks of a node that an exchange considers
-constexpr int kVerified = 4;           // candidates of an exchange whose traffic is computed exactly
+constexpr int kVerified = 4;  // candidates of an exchange whose traffic is computed exactly
 
 // How many chunks each node gets, in proportion to its slots.
 std::vector<int32_t> chunks_per_node(const NodeProblem& problem, const std::vector<Node>& nodes) {
@@ -32,7 +32,8 @@ std::vector<int32_t> chunks_per_node(const NodeProblem& problem, const std::vect
 std::vector<int32_t> contiguous(const NodeProblem& problem, const std::vector<Node>& nodes) {
   std::vector<int32_t> node_of_chunk;
   const std::vector<int32_t> counts = chunks_per_node(problem, nodes);
-  for (size_t node = 0; node < counts.size(); ++node) node_of_chunk.insert(node_of_chunk.end(), counts[node], int32_t(node));
+  for (size_t node = 0; node < counts.size(); ++node)
+    node_of_chunk.insert(node_of_chunk.end(), counts[node], int32_t(node));
   return node_of_chunk;
 }
 
@@ -44,12 +45,14 @@ Load load_of(const NodeProblem& problem, const std::vector<int32_t>& chunks) {
 
 // Islands: chunks whose rows (most of them) are seen up to the same chunk, such as those of one document, or all of
 // a causal mask. Islands of heavy chunks first, chunks ascending.
-std::vector<std::vector<int32_t>> heavy_islands_first(const NodeProblem& problem, const std::vector<Need>& needs,
+std::vector<std::vector<int32_t>> heavy_islands_first(const NodeProblem& problem,
+                                                      const std::vector<Need>& needs,
                                                       const ChunkGrid& grid) {
   const int32_t num_chunks = problem.num_chunks();
   std::vector<int32_t> seen_until(num_chunks), widest(num_chunks);
   for (const Need& need : needs) {
-    for (int32_t chunk = grid.chunk_of(need.k_begin), begin = need.k_begin; begin < need.k_end; ++chunk) {
+    for (int32_t chunk = grid.chunk_of(need.k_begin), begin = need.k_begin; begin < need.k_end;
+         ++chunk) {
       const int32_t end = std::min(need.k_end, grid.end(chunk));
       if (end - begin >= widest[chunk]) {
         widest[chunk] = end - begin;
@@ -60,22 +63,28 @@ std::vector<std::vector<int32_t>> heavy_islands_first(const NodeProblem& problem
   }
   std::vector<std::vector<int32_t>> islands(num_chunks + 1);
   for (int32_t chunk = 0; chunk < num_chunks; ++chunk) islands[seen_until[chunk]].push_back(chunk);
-  islands.erase(std::remove_if(islands.begin(), islands.end(), [](const auto& island) { return island.empty(); }),
+  islands.erase(std::remove_if(islands.begin(), islands.end(),
+                               [](const auto& island) { return island.empty(); }),
                 islands.end());
-  const auto mean_load = [&](const std::vector<int32_t>& island) { return double(load_of(problem, island)) / double(island.size()); };
-  std::stable_sort(islands.begin(), islands.end(), [&](const auto& x, const auto& y) { return mean_load(x) > mean_load(y); });
+  const auto mean_load = [&](const std::vector<int32_t>& island) {
+    return double(load_of(problem, island)) / double(island.size());
+  };
+  std::stable_sort(islands.begin(), islands.end(),
+                   [&](const auto& x, const auto& y) { return mean_load(x) > mean_load(y); });
   return islands;
 }
 
 // Each node takes consecutive chunks from the heavy end and from the light end, in the proportion that gives it
 // its share of the load: even loads, and few islands broken.
 std::vector<int32_t> two_ended(const NodeProblem& problem, const std::vector<Node>& nodes,
-                               const std::vector<std::vector<int32_t>>& islands, bool is_by_weight) {
+                               const std::vector<std::vector<int32_t>>& islands,
+                               bool is_by_weight) {
   std::vector<int32_t> order;
   for (std::vector<int32_t> island : islands) {
     if (is_by_weight) {
-      std::stable_sort(island.begin(), island.end(),
-                       [&](int32_t x, int32_t y) { return problem.weights[x] > problem.weights[y]; });
+      std::stable_sort(island.begin(), island.end(), [&](int32_t x, int32_t y) {
+        return problem.weights[x] > problem.weights[y];
+      });
     }
     order.insert(order.end(), island.begin(), island.end());
   }
@@ -92,7 +101,8 @@ std::vector<int32_t> two_ended(const NodeProblem& problem, const std::vector<Nod
     double best_error = -1;
     for (size_t from_front = 0; from_front <= size_t(counts[node]); ++from_front) {
       const size_t from_back = counts[node] - from_front;
-      const double load = double(before[front + from_front] - before[front] + before[back] - before[back - from_back]);
+      const double load = double(before[front + from_front] - before[front] + before[back] -
+                                 before[back - from_back]);
       const double error = load > share ? load - share : share - load;
       if (best_error < 0 || error < best_error) {
         best = from_front;
@@ -100,7 +110,8 @@ std::vector<int32_t> two_ended(const NodeProblem& problem, const std::vector<Nod
       }
     }
     for (size_t i = 0; i < best; ++i) node_of_chunk[order[front++]] = int32_t(node);
-    for (size_t i = best; i < size_t(counts[node]); ++i) node_of_chunk[order[--back]] = int32_t(node);
+    for (size_t i = best; i < size_t(counts[node]); ++i)
+      node_of_chunk[order[--back]] = int32_t(node);
     speed_left -= nodes[node].speed;
   }
   return node_of_chunk;
@@ -111,15 +122,18 @@ std::vector<int32_t> two_ended(const NodeProblem& problem, const std::vector<Nod
 std::vector<int32_t> packed(const NodeProblem& problem, const std::vector<Node>& nodes,
                             const std::vector<std::vector<int32_t>>& islands) {
   const std::vector<int32_t> counts = chunks_per_node(problem, nodes);
-  const size_t piece_size = size_t(std::max(1, *std::min_element(counts.begin(), counts.end()) / 2));
+  const size_t piece_size =
+      size_t(std::max(1, *std::min_element(counts.begin(), counts.end()) / 2));
   std::vector<std::vector<int32_t>> pieces;
   for (const auto& island : islands) {
     for (size_t at = 0; at < island.size(); at += piece_size) {
-      pieces.emplace_back(island.begin() + at, island.begin() + std::min(island.size(), at + piece_size));
+      pieces.emplace_back(island.begin() + at,
+                          island.begin() + std::min(island.size(), at + piece_size));
     }
   }
-  std::stable_sort(pieces.begin(), pieces.end(),
-                   [&](const auto& x, const auto& y) { return load_of(problem, x) > load_of(problem, y); });
+  std::stable_sort(pieces.begin(), pieces.end(), [&](const auto& x, const auto& y) {
+    return load_of(problem, x) > load_of(problem, y);
+  });
   std::vector<double> finish(nodes.size());
   std::vector<int32_t> surplus(nodes.size());
   std::vector<std::vector<std::vector<int32_t>>> held(nodes.size());
@@ -128,7 +142,8 @@ std::vector<int32_t> packed(const NodeProblem& problem, const std::vector<Node>&
     const double load = double(load_of(problem, piece));
     size_t best = 0;
     for (size_t node = 1; node < nodes.size(); ++node) {
-      if (finish[node] + load / nodes[node].speed < finish[best] + load / nodes[best].speed) best = node;
+      if (finish[node] + load / nodes[node].speed < finish[best] + load / nodes[best].speed)
+        best = node;
     }
     held[best].push_back(piece);
     finish[best] += load / nodes[best].speed;
@@ -139,7 +154,9 @@ std::vector<int32_t> packed(const NodeProblem& problem, const std::vector<Node>&
     const size_t taker = size_t(std::min_element(surplus.begin(), surplus.end()) - surplus.begin());
     if (surplus[giver] <= 0) break;
     size_t lightest = 0;
-    const auto mean = [&](const std::vector<int32_t>& piece) { return double(load_of(problem, piece)) / double(piece.size()); };
+    const auto mean = [&](const std::vector<int32_t>& piece) {
+      return double(load_of(problem, piece)) / double(piece.size());
+    };
     for (size_t i = 1; i < held[giver].size(); ++i) {
       if (mean(held[giver][i]) < mean(held[giver][lightest])) lightest = i;
     }
@@ -173,7 +190,8 @@ double estimate_us(const Grouping& grouping, int32_t node) {
 
 double latest_us(const Grouping& grouping) {
   double latest = 0;
-  for (int32_t node = 0; node < grouping.num_nodes(); ++node) latest = std::max(latest, estimate_us(grouping, node));
+  for (int32_t node = 0; node < grouping.num_nodes(); ++node)
+    latest = std::max(latest, estimate_us(grouping, node));
   return latest;
 }
 
@@ -213,16 +231,21 @@ class NodeDescent {
     for (int32_t chunk = 0; chunk < problem_.num_chunks(); ++chunk) {
       if (grouping_.node_of(chunk) == from) chunks.push_back(chunk);
     }
-    std::stable_sort(chunks.begin(), chunks.end(),
-                     [&](int32_t x, int32_t y) { return problem_.weights[x] < problem_.weights[y]; });
-    if (int32_t(chunks.size()) < nodes_[from].slots) list.push_back({-1, 0, 0});  // room: the other side may just give
+    std::stable_sort(chunks.begin(), chunks.end(), [&](int32_t x, int32_t y) {
+      return problem_.weights[x] < problem_.weights[y];
+    });
+    if (int32_t(chunks.size()) < nodes_[from].slots)
+      list.push_back({-1, 0, 0});  // room: the other side may just give
     // A sample over all weights: chunks of one document and weight are as good as each other.
     const size_t count_tried = std::min<size_t>(chunks.size(), kTried);
     for (size_t i = 0; i < count_tried; ++i) {
-      const int32_t chunk = chunks[count_tried == chunks.size() ? i : (2 * i + 1) * chunks.size() / (2 * count_tried)];
+      const int32_t chunk =
+          chunks[count_tried == chunks.size() ? i
+                                              : (2 * i + 1) * chunks.size() / (2 * count_tried)];
       const int64_t before_from = grouping_.slow_rows(from), before_to = grouping_.slow_rows(to);
       grouping_.move(chunk, to);
-      list.push_back({chunk, grouping_.slow_rows(from) - before_from, grouping_.slow_rows(to) - before_to});
+      list.push_back(
+          {chunk, grouping_.slow_rows(from) - before_from, grouping_.slow_rows(to) - before_to});
       grouping_.move(chunk, from);
     }
     return list;
@@ -236,23 +259,28 @@ class NodeDescent {
     for (const Single& x : mine) {
       for (const Single& y : theirs) {
         if (x.chunk < 0 && y.chunk < 0) continue;
-        const Load moved = (x.chunk < 0 ? 0 : problem_.weights[x.chunk]) - (y.chunk < 0 ? 0 : problem_.weights[y.chunk]);
+        const Load moved = (x.chunk < 0 ? 0 : problem_.weights[x.chunk]) -
+                           (y.chunk < 0 ? 0 : problem_.weights[y.chunk]);
         const double late_us = guess_us(late, -moved, x.slow_rows_from + y.slow_rows_to);
         const double early_us = guess_us(early, moved, x.slow_rows_to + y.slow_rows_from);
         const Exchange guess{std::max(late_us, early_us), x.chunk, y.chunk};
-        if (guess.estimate_us >= before_us || (best.size() == kVerified && guess.estimate_us >= best.back().estimate_us)) {
+        if (guess.estimate_us >= before_us ||
+            (best.size() == kVerified && guess.estimate_us >= best.back().estimate_us)) {
           continue;
         }
         if (best.size() == kVerified) best.pop_back();
         best.insert(std::upper_bound(best.begin(), best.end(), guess,
-                                     [](const Exchange& p, const Exchange& q) { return p.estimate_us < q.estimate_us; }),
+                                     [](const Exchange& p, const Exchange& q) {
+                                       return p.estimate_us < q.estimate_us;
+                                     }),
                     guess);
       }
     }
     for (const Exchange& exchange : best) {
       if (exchange.mine >= 0) grouping_.move(exchange.mine, early);
       if (exchange.theirs >= 0) grouping_.move(exchange.theirs, late);
-      if (std::max(estimate_us(grouping_, late), estimate_us(grouping_, early)) < before_us) return true;
+      if (std::max(estimate_us(grouping_, late), estimate_us(grouping_, early)) < before_us)
+        return true;
       if (exchange.theirs >= 0) grouping_.move(exchange.theirs, early);
       if (exchange.mine >= 0) grouping_.move(exchange.mine, late);
     }
@@ -260,8 +288,10 @@ class NodeDescent {
   }
 
   double guess_us(int32_t node, Load load_change, int64_t slow_rows_change) const {
-    const double compute_us = grouping_.compute_us(node) + double(load_change) * problem_.us_per_load / nodes_[node].speed;
-    return overlapped_us(compute_us, grouping_.to_transfer_us(node, grouping_.slow_rows(node) + slow_rows_change));
+    const double compute_us = grouping_.compute_us(node) +
+                              double(load_change) * problem_.us_per_load / nodes_[node].speed;
+    return overlapped_us(
+        compute_us, grouping_.to_transfer_us(node, grouping_.slow_rows(node) + slow_rows_change));
   }
 
   const NodeProblem& problem_;
@@ -271,8 +301,8 @@ class NodeDescent {
 
 }  // namespace
 
-Balance balance_by_node(const NodeProblem& problem, const std::vector<Need>& needs, const ChunkGrid& grid,
-                        const BalanceOptions& options, int64_t max_steps) {
+Balance balance_by_node(const NodeProblem& problem, const std::vector<Need>& needs,
+                        const ChunkGrid& grid, const BalanceOptions& options, int64_t max_steps) {
   const std::vector<Node> nodes = nodes_of(problem);
   const Segments segments(needs, grid);
   Grouping grouping(problem, nodes, segments);
@@ -285,8 +315,9 @@ Balance balance_by_node(const NodeProblem& problem, const std::vector<Need>& nee
   const auto islands = heavy_islands_first(problem, needs, grid);
   std::vector<int32_t> best;
   double best_us = 0;
-  for (const auto& start : {two_ended(problem, nodes, islands, false), two_ended(problem, nodes, islands, true),
-                            packed(problem, nodes, islands), contiguous(problem, nodes), balance_lpt(between)}) {
+  for (const auto& start :
+       {two_ended(problem, nodes, islands, false), two_ended(problem, nodes, islands, true),
+        packed(problem, nodes, islands), contiguous(problem, nodes), balance_lpt(between)}) {
     grouping.load(start);
     NodeDescent(problem, nodes, grouping).run(grouping.steps() + max_steps / 6);
     const double us = latest_us(grouping);
@@ -310,7 +341,8 @@ Balance balance_by_node(const NodeProblem& problem, const std::vector<Need>& nee
       inside.speed.push_back(problem.speed[rank]);
     }
     const Balance result = balance(inside, options);
-    for (size_t i = 0; i < chunks.size(); ++i) ranks[chunks[i]] = nodes[node].ranks[result.ranks[i]];
+    for (size_t i = 0; i < chunks.size(); ++i)
+      ranks[chunks[i]] = nodes[node].ranks[result.ranks[i]];
   }
 
   const BalanceProblem whole{problem.weights, problem.capacity, problem.speed};
@@ -319,7 +351,8 @@ Balance balance_by_node(const NodeProblem& problem, const std::vector<Need>& nee
   exchange.even_out(bound * (1 + options.target_gap), grouping.steps() + max_steps / 6);
   exchange.cut_traffic(grouping.steps() + max_steps / 6);
   std::vector<Load> loads(problem.num_ranks());
-  for (int32_t chunk = 0; chunk < problem.num_chunks(); ++chunk) loads[ranks[chunk]] += problem.weights[chunk];
+  for (int32_t chunk = 0; chunk < problem.num_chunks(); ++chunk)
+    loads[ranks[chunk]] += problem.weights[chunk];
   double finish = 0;
   for (int32_t rank = 0; rank < problem.num_ranks(); ++rank) {
     finish = std::max(finish, double(loads[rank]) / problem.speed[rank]);

@@ -29,12 +29,13 @@ class PairSplitter {
   };
   using ByCount = std::vector<std::vector<Subset>>;  // [count] ascending by sum
   static constexpr int kMaxDirectItems = 10;
-  PairSplit solve_directly(const Load* items, int num_items, int num_left, Load base_left, Load base_right,
-                           double speed_left, double speed_right);
+  PairSplit solve_directly(const Load* items, int num_items, int num_left, Load base_left,
+                           Load base_right, double speed_left, double speed_right);
   void list_subsets(const Load* items, int num_items, int first_bit, ByCount& out);
   ByCount low_, high_;
   std::vector<Subset> merged_;
-  std::vector<uint16_t> subsets_[kMaxDirectItems + 1][kMaxDirectItems + 1];  // [items][left] masks, made when needed
+  std::vector<uint16_t> subsets_[kMaxDirectItems + 1]
+                                [kMaxDirectItems + 1];  // [items][left] masks, made when needed
 };
 
 }  // namespace fm3::planner

@@ -12,8 +12,13 @@ constexpr int64_t kWorthwhileRows = 64;  // less saved traffic is not worth a tr
 
 }  // namespace
 
-RankExchange::RankExchange(const NodeProblem& problem, Grouping& grouping, std::vector<int32_t>& ranks)
-    : problem_(problem), grouping_(grouping), ranks_(ranks), chunks_(problem.num_ranks()), loads_(problem.num_ranks()) {
+RankExchange::RankExchange(const NodeProblem& problem, Grouping& grouping,
+                           std::vector<int32_t>& ranks)
+    : problem_(problem),
+      grouping_(grouping),
+      ranks_(ranks),
+      chunks_(problem.num_ranks()),
+      loads_(problem.num_ranks()) {
   for (int32_t chunk = 0; chunk < problem.num_chunks(); ++chunk) {
     chunks_[ranks[chunk]].push_back(chunk);
     loads_[ranks[chunk]] += problem.weights[chunk];
@@ -22,7 +27,8 @@ RankExchange::RankExchange(const NodeProblem& problem, Grouping& grouping, std::
 
 double RankExchange::latest_finish() const {
   double latest = 0;
-  for (int32_t rank = 0; rank < problem_.num_ranks(); ++rank) latest = std::max(latest, finish(rank));
+  for (int32_t rank = 0; rank < problem_.num_ranks(); ++rank)
+    latest = std::max(latest, finish(rank));
   return latest;
 }
 
@@ -44,7 +50,9 @@ bool RankExchange::trade_best(int32_t rank) {
     // No trade gets the later of the two below their common mean.
     const double together =
         double(loads_[rank] + loads_[other]) / (problem_.speed[rank] + problem_.speed[other]);
-    if (best.size() == kTradesVerified && (before - together) * problem_.us_per_load <= best.back().gain_us) continue;
+    if (best.size() == kTradesVerified &&
+        (before - together) * problem_.us_per_load <= best.back().gain_us)
+      continue;
     const bool has_room = int32_t(chunks_[other].size()) < problem_.capacity[other];
     for (int32_t mine : chunks_[rank]) {
       if (has_room) consider(rank, other, mine, -1, before, best);
@@ -57,7 +65,8 @@ bool RankExchange::trade_best(int32_t rank) {
     if (trade.gain_us <= best_net_us) break;
     const double transfer_before = transfer_us(rank, trade.other);
     apply(rank, trade);
-    const double net_us = trade.gain_us - kUnhiddenShare * (transfer_us(rank, trade.other) - transfer_before);
+    const double net_us =
+        trade.gain_us - kUnhiddenShare * (transfer_us(rank, trade.other) - transfer_before);
     apply(rank, {0, trade.other, trade.theirs, trade.mine});
     if (net_us > best_net_us) {
       best_net_us = net_us;
@@ -69,8 +78,8 @@ bool RankExchange::trade_best(int32_t rank) {
   return true;
 }
 
-void RankExchange::consider(int32_t rank, int32_t other, int32_t mine, int32_t theirs, double before,
-                            std::vector<Trade>& best) const {
+void RankExchange::consider(int32_t rank, int32_t other, int32_t mine, int32_t theirs,
+                            double before, std::vector<Trade>& best) const {
   const Load moved = problem_.weights[mine] - (theirs < 0 ? 0 : problem_.weights[theirs]);
   if (moved <= 0) return;
   const double after = std::max(double(loads_[rank] - moved) / problem_.speed[rank],
@@ -84,7 +93,8 @@ void RankExchange::consider(int32_t rank, int32_t other, int32_t mine, int32_t t
 }
 
 double RankExchange::transfer_us(int32_t rank, int32_t other) const {
-  return grouping_.transfer_us(problem_.node_of_rank[rank]) + grouping_.transfer_us(problem_.node_of_rank[other]);
+  return grouping_.transfer_us(problem_.node_of_rank[rank]) +
+         grouping_.transfer_us(problem_.node_of_rank[other]);
 }
 
 void RankExchange::apply(int32_t rank, const Trade& trade) {
@@ -98,15 +108,17 @@ void RankExchange::give(int32_t chunk, int32_t from, int32_t to) {
   loads_[from] -= problem_.weights[chunk];
   loads_[to] += problem_.weights[chunk];
   ranks_[chunk] = to;
-  if (problem_.node_of_rank[from] != problem_.node_of_rank[to]) grouping_.move(chunk, problem_.node_of_rank[to]);
+  if (problem_.node_of_rank[from] != problem_.node_of_rank[to])
+    grouping_.move(chunk, problem_.node_of_rank[to]);
 }
 
 void RankExchange::cut_traffic(int64_t last_step) {
   const double limit = latest_finish();
   std::vector<int32_t> order(grouping_.num_nodes());
   std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int32_t x, int32_t y) { return grouping_.slow_rows(x) > grouping_.slow_rows(y); });
+  std::stable_sort(order.begin(), order.end(), [&](int32_t x, int32_t y) {
+    return grouping_.slow_rows(x) > grouping_.slow_rows(y);
+  });
   for (size_t i = 0; i < order.size(); ++i) {
     for (size_t j = i + 1; j < order.size(); ++j) {
       do {
@@ -146,7 +158,8 @@ bool RankExchange::cut_between(int32_t node, int32_t other, double limit) {
       if (double(loads_[rank_y] + moved) / problem_.speed[rank_y] > limit) continue;
       if (num_tried++ == kTradesVerified) return false;
       apply(rank_x, {0, rank_y, x.chunk, y.chunk});
-      if (grouping_.slow_rows(node) + grouping_.slow_rows(other) <= before - kWorthwhileRows) return true;
+      if (grouping_.slow_rows(node) + grouping_.slow_rows(other) <= before - kWorthwhileRows)
+        return true;
       apply(rank_x, {0, rank_y, y.chunk, x.chunk});
     }
   }

@@ -30,7 +30,8 @@ class RankExchange {
   double finish(int32_t rank) const { return double(loads_[rank]) / problem_.speed[rank]; }
   double latest_finish() const;
   bool trade_best(int32_t rank);
-  void consider(int32_t rank, int32_t other, int32_t mine, int32_t theirs, double before, std::vector<Trade>& best) const;
+  void consider(int32_t rank, int32_t other, int32_t mine, int32_t theirs, double before,
+                std::vector<Trade>& best) const;
   double transfer_us(int32_t rank, int32_t other) const;
   void apply(int32_t rank, const Trade& trade);
   void give(int32_t chunk, int32_t from, int32_t to);
@@ -39,9 +40,9 @@ class RankExchange {
 
   const NodeProblem& problem_;
   Grouping& grouping_;
-  std::vector<int32_t>& ranks_;               // [num_chunks]
+  std::vector<int32_t>& ranks_;  // [num_chunks]
   std::vector<std::vector<int32_t>> chunks_;  // [num_ranks]
-  std::vector<Load> loads_;                   // [num_ranks]
+  std::vector<Load> loads_;  // [num_ranks]
 };
 
 }  // namespace fm3::planner

@@ -9,7 +9,8 @@ namespace {
 // Local row of a global row at its owner: chunks in ascending order, whatever the assignment.
 class OwnRows {
  public:
-  explicit OwnRows(const RouteProblem& problem) : problem_(problem), count_(problem.num_ranks()), chunks_(problem.num_ranks()) {
+  explicit OwnRows(const RouteProblem& problem)
+      : problem_(problem), count_(problem.num_ranks()), chunks_(problem.num_ranks()) {
     for (int32_t chunk = 0; chunk < problem.grid->num_chunks(); ++chunk) {
       int32_t& count = count_[problem.chunk_ranks[chunk]];
       first_.push_back(count);
@@ -17,7 +18,9 @@ class OwnRows {
       chunks_[problem.chunk_ranks[chunk]].push_back(chunk);
     }
   }
-  int32_t at(int32_t k_idx, int32_t chunk) const { return first_[chunk] + k_idx - problem_.grid->begin(chunk); }
+  int32_t at(int32_t k_idx, int32_t chunk) const {
+    return first_[chunk] + k_idx - problem_.grid->begin(chunk);
+  }
   int32_t count(int32_t rank) const { return count_[rank]; }
   const std::vector<int32_t>& chunks(int32_t rank) const { return chunks_[rank]; }
 
@@ -81,16 +84,18 @@ class Router {
   }
 
   void add_want(int32_t rank, const Piece& piece, bool is_slow) {
-    wants_.push_back({rank, problem_.chunk_ranks[piece.chunk], piece.k_begin, piece.k_end, piece.chunk,
-                      int32_t(groups_.size()) - 1, is_slow});
+    wants_.push_back({rank, problem_.chunk_ranks[piece.chunk], piece.k_begin, piece.k_end,
+                      piece.chunk, int32_t(groups_.size()) - 1, is_slow});
     ++groups_.back().count;
   }
 
   void collect_wants() {
     int32_t num_nodes = 0;
-    for (int32_t rank = 0; rank < problem_.num_ranks(); ++rank) num_nodes = std::max(num_nodes, node(rank) + 1);
+    for (int32_t rank = 0; rank < problem_.num_ranks(); ++rank)
+      num_nodes = std::max(num_nodes, node(rank) + 1);
     std::vector<std::vector<int32_t>> ranks_of_node(num_nodes);
-    for (int32_t rank = 0; rank < problem_.num_ranks(); ++rank) ranks_of_node[node(rank)].push_back(rank);
+    for (int32_t rank = 0; rank < problem_.num_ranks(); ++rank)
+      ranks_of_node[node(rank)].push_back(rank);
     std::vector<Piece> pieces;
     std::vector<RankPiece> slow;
     for (const auto& ranks : ranks_of_node) {
@@ -115,7 +120,8 @@ class Router {
   // by some of the ranks.
   void group_shared_pieces(std::vector<RankPiece>& pieces) {
     std::sort(pieces.begin(), pieces.end(), [](const RankPiece& x, const RankPiece& y) {
-      return std::tie(x.piece.chunk, x.rank, x.piece.k_begin) < std::tie(y.piece.chunk, y.rank, y.piece.k_begin);
+      return std::tie(x.piece.chunk, x.rank, x.piece.k_begin) <
+             std::tie(y.piece.chunk, y.rank, y.piece.k_begin);
     });
     std::vector<int32_t> cuts;
     for (size_t first = 0, last; first < pieces.size(); first = last) {
@@ -131,7 +137,8 @@ class Router {
         for (int32_t begin = cuts[cut]; begin < cuts[cut + 1];) {
           // NOTE: a short remainder joins the last piece.
           const int32_t left = cuts[cut + 1] - begin;
-          const int32_t end = left < 2 * problem_.piece_rows ? cuts[cut + 1] : begin + problem_.piece_rows;
+          const int32_t end =
+              left < 2 * problem_.piece_rows ? cuts[cut + 1] : begin + problem_.piece_rows;
           groups_.push_back({int32_t(wants_.size()), 0});
           for (size_t i = first; i < last; ++i) {
             if (pieces[i].piece.k_begin <= begin && begin < pieces[i].piece.k_end) {
@@ -150,7 +157,8 @@ class Router {
   void assign_stages() {
     const int32_t num_ranks = problem_.num_ranks();
     std::vector<std::vector<int32_t>> by_rank(num_ranks);
-    for (int32_t want = 0; want < int32_t(wants_.size()); ++want) by_rank[wants_[want].rank].push_back(want);
+    for (int32_t want = 0; want < int32_t(wants_.size()); ++want)
+      by_rank[wants_[want].rank].push_back(want);
     std::vector<std::pair<uint64_t, int32_t>> keyed;  // (place in the rank's order, want)
     for (int32_t rank = 0; rank < num_ranks; ++rank) {
       keyed.clear();
@@ -159,7 +167,8 @@ class Router {
         const int32_t distance = want.is_slow ? node(want.owner) - node(rank) : want.owner - rank;
         const uint64_t ahead = uint64_t(distance < 0 ? distance + num_ranks : distance);
         // Near before far over the slow link, by distance, then by row. 16 bits of distance: 64K ranks.
-        keyed.emplace_back(uint64_t(want.is_slow) << 62 | ahead << 40 | uint64_t(uint32_t(want.k_begin)), id);
+        keyed.emplace_back(
+            uint64_t(want.is_slow) << 62 | ahead << 40 | uint64_t(uint32_t(want.k_begin)), id);
       }
       std::sort(keyed.begin(), keyed.end());
       for (size_t i = 0; i < keyed.size(); ++i) by_rank[rank][i] = keyed[i].second;
@@ -177,7 +186,8 @@ class Router {
     for (const Group& group : groups_) {
       int32_t sum = 0;
       for (int32_t i = 0; i < group.count; ++i) sum += wants_[group.first + i].stage;
-      for (int32_t i = 0; i < group.count; ++i) wants_[group.first + i].stage = (sum + group.count / 2) / group.count;
+      for (int32_t i = 0; i < group.count; ++i)
+        wants_[group.first + i].stage = (sum + group.count / 2) / group.count;
     }
     by_rank_ = std::move(by_rank);
   }
@@ -188,9 +198,11 @@ class Router {
       auto& ids = by_rank_[rank];
       std::sort(ids.begin(), ids.end(), [&](int32_t x, int32_t y) {
         const Want &want_x = wants_[x], &want_y = wants_[y];
-        return want_x.stage != want_y.stage ? want_x.stage < want_y.stage : want_x.k_begin < want_y.k_begin;
+        return want_x.stage != want_y.stage ? want_x.stage < want_y.stage
+                                            : want_x.k_begin < want_y.k_begin;
       });
-      for (int32_t chunk : own_rows_.chunks(rank)) append_range(problem_.grid->begin(chunk), problem_.grid->rows(chunk));
+      for (int32_t chunk : own_rows_.chunks(rank))
+        append_range(problem_.grid->begin(chunk), problem_.grid->rows(chunk));
       int32_t row = own_rows_.count(rank), stage = 0;
       route_.stage_rows.push_back(0);
       for (int32_t id : ids) {
@@ -231,18 +243,20 @@ class Router {
         if (slow_rows[wants[i].rank] < slow_rows[wants[gateway].rank]) gateway = i;
       }
       const Want& first = wants[gateway];
-      const int32_t rows = first.k_end - first.k_begin, owner_row = own_rows_.at(first.k_begin, first.chunk);
+      const int32_t rows = first.k_end - first.k_begin,
+                    owner_row = own_rows_.at(first.k_begin, first.chunk);
       const int32_t stage = first.stage, step = step_of(stage);
       if (first.is_slow) slow_rows[first.rank] += rows;
-      route_.gather.push_back({stage, 0, first.owner, first.rank, first.k_begin, rows, owner_row, first.buffer_row});
-      route_.reduce.push_back(
-          {step, group.count > 1 ? 1 : 0, first.rank, first.owner, first.k_begin, rows, first.buffer_row, owner_row});
+      route_.gather.push_back(
+          {stage, 0, first.owner, first.rank, first.k_begin, rows, owner_row, first.buffer_row});
+      route_.reduce.push_back({step, group.count > 1 ? 1 : 0, first.rank, first.owner,
+                               first.k_begin, rows, first.buffer_row, owner_row});
       for (int32_t i = 0; i < group.count; ++i) {
         if (i == gateway) continue;
-        route_.gather.push_back(
-            {stage, 1, first.rank, wants[i].rank, first.k_begin, rows, first.buffer_row, wants[i].buffer_row});
-        route_.reduce.push_back(
-            {step, 0, wants[i].rank, first.rank, first.k_begin, rows, wants[i].buffer_row, first.buffer_row});
+        route_.gather.push_back({stage, 1, first.rank, wants[i].rank, first.k_begin, rows,
+                                 first.buffer_row, wants[i].buffer_row});
+        route_.reduce.push_back({step, 0, wants[i].rank, first.rank, first.k_begin, rows,
+                                 wants[i].buffer_row, first.buffer_row});
       }
     }
     sort_and_join(route_.gather);
@@ -256,7 +270,8 @@ class Router {
 
   static void sort_and_join(std::vector<Transfer>& transfers) {
     const auto key = [](const Transfer& x) {  // (stage, hop, src, dst) in one number
-      return (uint64_t(uint32_t(x.stage)) * 2 + uint64_t(x.hop)) << 40 | uint64_t(x.src_rank) << 20 | uint64_t(x.dst_rank);
+      return (uint64_t(uint32_t(x.stage)) * 2 + uint64_t(x.hop)) << 40 |
+             uint64_t(x.src_rank) << 20 | uint64_t(x.dst_rank);
     };
     std::sort(transfers.begin(), transfers.end(), [&](const Transfer& x, const Transfer& y) {
       const uint64_t key_x = key(x), key_y = key(y);
@@ -266,9 +281,11 @@ class Router {
     for (size_t i = 0; i < transfers.size(); ++i) {
       const Transfer& next = transfers[i];
       Transfer* last = kept == 0 ? nullptr : &transfers[kept - 1];
-      if (last != nullptr && last->stage == next.stage && last->hop == next.hop && last->src_rank == next.src_rank &&
-          last->dst_rank == next.dst_rank && last->k_begin + last->num_rows == next.k_begin &&
-          last->src_row + last->num_rows == next.src_row && last->dst_row + last->num_rows == next.dst_row) {
+      if (last != nullptr && last->stage == next.stage && last->hop == next.hop &&
+          last->src_rank == next.src_rank && last->dst_rank == next.dst_rank &&
+          last->k_begin + last->num_rows == next.k_begin &&
+          last->src_row + last->num_rows == next.src_row &&
+          last->dst_row + last->num_rows == next.dst_row) {
         last->num_rows += next.num_rows;
       } else {
         transfers[kept++] = next;
@@ -288,18 +305,22 @@ class Router {
 
 }  // namespace
 
-Route route_needs(const RouteProblem& problem, const RankNeeds& needs) { return Router(problem, needs).run(); }
+Route route_needs(const RouteProblem& problem, const RankNeeds& needs) {
+  return Router(problem, needs).run();
+}
 
 Route route_ring(const RouteProblem& problem) {
   const OwnRows own_rows(problem);
   const int32_t num_ranks = problem.num_ranks(), num_stages = num_ranks - 1;
   std::vector<std::vector<KeyRange>> chunks(num_ranks);
   for (int32_t chunk = 0; chunk < problem.grid->num_chunks(); ++chunk) {
-    chunks[problem.chunk_ranks[chunk]].push_back({problem.grid->begin(chunk), problem.grid->rows(chunk)});
+    chunks[problem.chunk_ranks[chunk]].push_back(
+        {problem.grid->begin(chunk), problem.grid->rows(chunk)});
   }
   Route route;
   route.range_begins.push_back(0);
-  std::vector<int32_t> begins(size_t(num_ranks) * num_ranks);  // [rank][stage] buffer row where its block begins
+  std::vector<int32_t> begins(size_t(num_ranks) *
+                              num_ranks);  // [rank][stage] buffer row where its block begins
   for (int32_t rank = 0; rank < num_ranks; ++rank) {
     int32_t row = 0;
     for (int32_t stage = 0; stage < num_ranks; ++stage) {
@@ -319,13 +340,14 @@ Route route_ring(const RouteProblem& problem) {
       const int32_t before = (rank - 1 + num_ranks) % num_ranks, after = (rank + 1) % num_ranks;
       const int32_t row = begins[size_t(rank) * num_ranks + stage];
       const int32_t row_before = begins[size_t(before) * num_ranks + stage - 1];
-      const int32_t row_after = stage == num_stages ? 0 : begins[size_t(after) * num_ranks + stage + 1];
+      const int32_t row_after =
+          stage == num_stages ? 0 : begins[size_t(after) * num_ranks + stage + 1];
       int32_t offset = 0;
       for (const KeyRange& chunk : chunks[owner]) {
-        route.gather.push_back(
-            {stage, 0, before, rank, chunk.k_begin, chunk.num_rows, row_before + offset, row + offset});
-        route.reduce.push_back(
-            {stage, 0, rank, after, chunk.k_begin, chunk.num_rows, row + offset, row_after + offset});
+        route.gather.push_back({stage, 0, before, rank, chunk.k_begin, chunk.num_rows,
+                                row_before + offset, row + offset});
+        route.reduce.push_back({stage, 0, rank, after, chunk.k_begin, chunk.num_rows, row + offset,
+                                row_after + offset});
         offset += chunk.num_rows;
       }
     }

@@ -17,15 +17,17 @@ struct IntervalExtremes {
 
   bool is_unused() const { return used_begin_min == kHigh; }
   // Rows that the interval hides in every column. Empty if some column's interval is.
-  Run common() const { return has_empty || is_unused() ? Run{0, 0} : Run{used_begin_max, used_end_min}; }
+  Run common() const {
+    return has_empty || is_unused() ? Run{0, 0} : Run{used_begin_max, used_end_min};
+  }
   // Smallest run around what the interval hides in any column.
   Run hull() const { return is_unused() ? Run{0, 0} : Run{used_begin_min, used_end_max}; }
   // The union over columns is the hull: all intervals share a row or meet in one point.
   bool is_hull_exact() const { return is_unused() || used_begin_max <= used_end_min; }
 };
 
-__attribute__((target_clones("avx512f", "avx2", "default"))) IntervalExtremes extremes_with_empty(
-    const int32_t* __restrict begin, const int32_t* __restrict end, int32_t count) {
+__attribute__((target_clones("avx512f", "avx2", "default"))) IntervalExtremes
+extremes_with_empty(const int32_t* __restrict begin, const int32_t* __restrict end, int32_t count) {
   int32_t begin_min = kHigh, begin_max = kLow, end_min = kHigh, end_max = kLow;
   for (int32_t i = 0; i < count; ++i) {
     const bool is_used = begin[i] < end[i];
@@ -38,9 +40,10 @@ __attribute__((target_clones("avx512f", "avx2", "default"))) IntervalExtremes ex
 }
 
 // Most tiles have no empty interval, or none that is not: told by the shortest and the longest one.
-__attribute__((target_clones("avx512f", "avx2", "default"))) IntervalExtremes extremes(
-    const int32_t* __restrict begin, const int32_t* __restrict end, int32_t count) {
-  int32_t begin_min = kHigh, begin_max = kLow, end_min = kHigh, end_max = kLow, shortest = kHigh, longest = kLow;
+__attribute__((target_clones("avx512f", "avx2", "default"))) IntervalExtremes
+extremes(const int32_t* __restrict begin, const int32_t* __restrict end, int32_t count) {
+  int32_t begin_min = kHigh, begin_max = kLow, end_min = kHigh, end_max = kLow, shortest = kHigh,
+          longest = kLow;
   for (int32_t i = 0; i < count; ++i) {
     begin_min = std::min(begin_min, begin[i]);
     begin_max = std::max(begin_max, begin[i]);
@@ -91,9 +94,11 @@ void scan_slowly(const MaskColumns& mask, int64_t plane_begin, int32_t k_begin, 
 
 }  // namespace
 
-void apply_block_mask(const MaskColumns& mask, int32_t plane, int32_t k_tile, std::vector<Run>& runs) {
+void apply_block_mask(const MaskColumns& mask, int32_t plane, int32_t k_tile,
+                      std::vector<Run>& runs) {
   if (mask.block_mask == nullptr) return;
-  const int64_t num_q_tiles = (mask.s_q + kTile - 1) / kTile, num_k_tiles = (mask.s_k + kTile - 1) / kTile;
+  const int64_t num_q_tiles = (mask.s_q + kTile - 1) / kTile,
+                num_k_tiles = (mask.s_k + kTile - 1) / kTile;
   const int32_t* kept = mask.block_mask + plane * num_q_tiles * num_k_tiles + k_tile;
   RunSet cut;
   for (const Run& run : runs) {
@@ -125,7 +130,8 @@ TileScan scan_tiles(const MaskColumns& mask) {
       const auto lt = extremes(mask.lt_begin + at, mask.lt_end + at, k_end - k_begin);
       auto ut = extremes(mask.ut_begin + at, mask.ut_end + at, k_end - k_begin);
       const bool is_two = !mask.is_causal || ut.is_unused();
-      if (mask.is_causal && is_two) {  // the causal rule takes the free interval: [0, causal_end(k))
+      if (mask.is_causal &&
+          is_two) {  // the causal rule takes the free interval: [0, causal_end(k))
         const int32_t first = mask.causal_end(k_begin), last = mask.causal_end(k_end - 1);
         if (last > 0) ut = {0, 0, std::max(first, 1), last, first == 0};
       }

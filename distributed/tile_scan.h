@@ -13,7 +13,7 @@ namespace fm3::planner {
 struct TileScan {
   int32_t num_planes, num_k_tiles;
   std::vector<int32_t> visible_begins, clear_begins;  // [num_planes * num_k_tiles + 1] into runs
-  std::vector<Run> visible, clear;                    // sorted and disjoint within one tile
+  std::vector<Run> visible, clear;  // sorted and disjoint within one tile
 
   int64_t num_tiles() const { return int64_t(num_planes) * num_k_tiles; }
 };
@@ -21,6 +21,7 @@ struct TileScan {
 TileScan scan_tiles(const MaskColumns& mask);
 
 // Keeps the parts of `runs` whose block_mask entry is 1, for one key tile of one plane.
-void apply_block_mask(const MaskColumns& mask, int32_t plane, int32_t k_tile, std::vector<Run>& runs);
+void apply_block_mask(const MaskColumns& mask, int32_t plane, int32_t k_tile,
+                      std::vector<Run>& runs);
 
 }  // namespace fm3::planner

@@ -12,19 +12,22 @@ namespace {
 std::vector<Message> to_messages(const std::vector<Transfer>& transfers, int32_t num_ranks) {
   std::vector<Message> messages;
   for (const Transfer& transfer : transfers) {
-    messages.push_back({transfer.stage, transfer.hop, transfer.src_rank, transfer.dst_rank, transfer.num_rows,
-                        transfer.dst_row, 0, 0});
+    messages.push_back({transfer.stage, transfer.hop, transfer.src_rank, transfer.dst_rank,
+                        transfer.num_rows, transfer.dst_row, 0, 0});
   }
   const auto key = [num_ranks](const Message& message) {
     return std::make_tuple(message.stage, message.hop,
-                           (message.dst_rank - message.src_rank + num_ranks) % num_ranks, message.src_rank);
+                           (message.dst_rank - message.src_rank + num_ranks) % num_ranks,
+                           message.src_rank);
   };
-  std::sort(messages.begin(), messages.end(), [&](const Message& x, const Message& y) { return key(x) < key(y); });
+  std::sort(messages.begin(), messages.end(),
+            [&](const Message& x, const Message& y) { return key(x) < key(y); });
   size_t kept = 0;
   for (size_t i = 0; i < messages.size(); ++i) {
     if (kept > 0 && key(messages[kept - 1]) == key(messages[i])) {
       messages[kept - 1].num_rows += messages[i].num_rows;
-      messages[kept - 1].last_dst_row = std::max(messages[kept - 1].last_dst_row, messages[i].last_dst_row);
+      messages[kept - 1].last_dst_row =
+          std::max(messages[kept - 1].last_dst_row, messages[i].last_dst_row);
     } else {
       messages[kept++] = messages[i];
     }
@@ -48,25 +51,31 @@ void for_each_group(std::vector<Message>& messages, const Function& function) {
 // Each rank has one sender and one receiver on each of the two links; a message holds one of each.
 class Links {
  public:
-  Links(const TimelineProblem& problem, double row_factor) : problem_(problem), row_factor_(row_factor) {
-    for (auto* free_at : {&fast_out_, &fast_in_, &slow_out_, &slow_in_}) free_at->assign(problem.num_ranks(), 0);
+  Links(const TimelineProblem& problem, double row_factor)
+      : problem_(problem), row_factor_(row_factor) {
+    for (auto* free_at : {&fast_out_, &fast_in_, &slow_out_, &slow_in_})
+      free_at->assign(problem.num_ranks(), 0);
   }
   // Messages of one group take the links in the order in which they are ready.
   template <typename ReadyUs>
   void send_all(Message* first, Message* last, const ReadyUs& ready_us) {
-    for (Message* message = first; message != last; ++message) message->begin_us = ready_us(*message);
-    std::stable_sort(first, last, [](const Message& x, const Message& y) { return x.begin_us < y.begin_us; });
+    for (Message* message = first; message != last; ++message)
+      message->begin_us = ready_us(*message);
+    std::stable_sort(first, last,
+                     [](const Message& x, const Message& y) { return x.begin_us < y.begin_us; });
     for (Message* message = first; message != last; ++message) send(*message, message->begin_us);
   }
 
  private:
   void send(Message& message, double ready_us) {
-    const bool is_slow = problem_.node_of_rank[message.src_rank] != problem_.node_of_rank[message.dst_rank];
+    const bool is_slow =
+        problem_.node_of_rank[message.src_rank] != problem_.node_of_rank[message.dst_rank];
     double& out = (is_slow ? slow_out_ : fast_out_)[message.src_rank];
     double& in = (is_slow ? slow_in_ : fast_in_)[message.dst_rank];
     const Link& link = is_slow ? problem_.slow : problem_.fast;
     message.begin_us = std::max({ready_us, out, in});
-    const double busy_until = message.begin_us + double(message.num_rows) * link.us_per_row * row_factor_;
+    const double busy_until =
+        message.begin_us + double(message.num_rows) * link.us_per_row * row_factor_;
     message.end_us = busy_until + link.latency_us;
     out = in = busy_until;
   }
@@ -86,26 +95,32 @@ Timeline run_gather(const TimelineProblem& problem) {
   for (Transfer& transfer : in_turn) transfer.stage = problem.stage_place[transfer.stage];
   timeline.gather = to_messages(in_turn, num_ranks);
   // Relays: the stage whose arrival at the sender a message needs (0: the sender's own rows).
-  std::vector<std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t>>> relays(num_ranks);  // stage, hop, dst, needs
+  std::vector<std::vector<std::tuple<int32_t, int32_t, int32_t, int32_t>>> relays(
+      num_ranks);  // stage, hop, dst, needs
   for (const Transfer& transfer : in_turn) {
     const int32_t* rows = &problem.stage_rows[size_t(transfer.src_rank) * stride];
-    const int32_t needed = int32_t(std::upper_bound(rows + 1, rows + stride - 1, transfer.src_row) - (rows + 1));
+    const int32_t needed =
+        int32_t(std::upper_bound(rows + 1, rows + stride - 1, transfer.src_row) - (rows + 1));
     if (needed > 0) {
-      relays[transfer.src_rank].emplace_back(transfer.stage, transfer.hop, transfer.dst_rank, problem.stage_place[needed]);
+      relays[transfer.src_rank].emplace_back(transfer.stage, transfer.hop, transfer.dst_rank,
+                                             problem.stage_place[needed]);
     }
   }
   for (auto& list : relays) std::sort(list.begin(), list.end());
-  std::vector<double> arrived(size_t(num_ranks) * (problem.num_stages + 1));     // hop 0 of the stage
+  std::vector<double> arrived(size_t(num_ranks) * (problem.num_stages + 1));  // hop 0 of the stage
   std::vector<double> all_arrived(size_t(num_ranks) * (problem.num_stages + 1));  // every hop
   Links links(problem, 1.0);
   const auto ready_us = [&](const Message& message) {
     double ready = 0;
     const auto& list = relays[message.src_rank];
-    for (auto it = std::lower_bound(list.begin(), list.end(),
-                                    std::make_tuple(message.stage, message.hop, message.dst_rank, 0));
+    for (auto it =
+             std::lower_bound(list.begin(), list.end(),
+                              std::make_tuple(message.stage, message.hop, message.dst_rank, 0));
          it != list.end() && std::get<0>(*it) == message.stage && std::get<1>(*it) == message.hop &&
-         std::get<2>(*it) == message.dst_rank; ++it) {
-      ready = std::max(ready, arrived[size_t(message.src_rank) * (problem.num_stages + 1) + std::get<3>(*it)]);
+         std::get<2>(*it) == message.dst_rank;
+         ++it) {
+      ready = std::max(
+          ready, arrived[size_t(message.src_rank) * (problem.num_stages + 1) + std::get<3>(*it)]);
     }
     return ready;
   };
@@ -135,8 +150,8 @@ Timeline run_gather(const TimelineProblem& problem) {
   return timeline;
 }
 
-void run_reduce(const TimelineProblem& problem, const std::vector<Transfer>& reduce, double row_factor,
-                Timeline& timeline) {
+void run_reduce(const TimelineProblem& problem, const std::vector<Transfer>& reduce,
+                double row_factor, Timeline& timeline) {
   const int32_t num_steps = problem.num_steps();
   timeline.reduce = to_messages(reduce, problem.num_ranks());
   const int32_t stride = problem.num_stages + 2;
@@ -145,7 +160,8 @@ void run_reduce(const TimelineProblem& problem, const std::vector<Transfer>& red
   Links links(problem, row_factor);
   const auto ready_us = [&](const Message& message) {
     const size_t step = size_t(std::min(message.stage, num_steps - 1));
-    return std::max(timeline.step_end_us[size_t(message.src_rank) * num_steps + step], to_relay[message.src_rank]);
+    return std::max(timeline.step_end_us[size_t(message.src_rank) * num_steps + step],
+                    to_relay[message.src_rank]);
   };
   for_each_group(timeline.reduce, [&](Message* first, Message* last) {
     links.send_all(first, last, ready_us);

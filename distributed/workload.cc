@@ -65,7 +65,8 @@ std::vector<ChunkTiles> count_chunk_tiles(const TileScan& scan, const ChunkGrid&
   std::vector<ChunkTiles> counts(grid.num_chunks());
   int64_t visited_now = 0, full_now = 0;
   for (int32_t chunk = 0; chunk < grid.num_chunks(); ++chunk) {
-    for (int32_t tile = tiles.first_of_chunk(chunk); tile < tiles.first_of_chunk(chunk + 1); ++tile) {
+    for (int32_t tile = tiles.first_of_chunk(chunk); tile < tiles.first_of_chunk(chunk + 1);
+         ++tile) {
       visited_now += visited[tile];
       full_now += full[tile];
       counts[chunk].visited += visited_now;

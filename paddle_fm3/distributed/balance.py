@@ -148,7 +148,8 @@ def _problem(
     speed = np.ones(num_ranks) if speeds is None else np.asarray(speeds, np.float64)
     if capacity.shape != (num_ranks,) or (capacity < 0).any() or capacity.sum() < len(weights):
         raise ValueError(
-            f"balance: capacities {capacity.tolist()} must be {num_ranks} counts >= 0 that add up to {len(weights)} chunks"
+            f"balance: capacities {capacity.tolist()} must be {num_ranks} counts >= 0 that add up to "
+            f"{len(weights)} chunks"
         )
     if speed.shape != (num_ranks,) or not (speed > 0).all():
         raise ValueError(f"balance: speeds {speed.tolist()} must be {num_ranks} numbers > 0")

@@ -86,7 +86,7 @@ def swap_machines(
     needed_own = needed * own
 
     def volumes_after(gives: NDArray[np.int64], takes: NDArray[np.int64]) -> NDArray[np.float32]:
-        """``[len(gives), len(takes)]``: traffic of the machine that holds ``gives`` if it exchanged one for the other."""
+        """``[len(gives), len(takes)]``: traffic of the machine with ``gives`` after exchanging one for the other."""
         is_used = (needed[gives].sum(axis=0) - needed[gives]) > 0  # without the chunk given, by the others
         is_foreign = ~(own[gives].any(axis=0) & ~is_own[gives])
         used_foreign = (is_used & is_foreign).astype(np.float32)

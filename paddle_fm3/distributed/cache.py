@@ -8,10 +8,10 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from paddle_fm3.distributed.cost import CostModel
+from paddle_fm3.distributed.cost import DEFAULT_COST, CostModel
 from paddle_fm3.distributed.native import planner
 from paddle_fm3.distributed.plan import CpPlan
-from paddle_fm3.distributed.planner import PlanOptions, build_plan
+from paddle_fm3.distributed.planner import DEFAULT_OPTIONS, PlanOptions, build_plan
 from paddle_fm3.distributed.strategy import FM3, Strategy, resolve_strategy
 from paddle_fm3.distributed.topology import Topology
 from paddle_fm3.mask.column_mask import ColumnMask
@@ -22,7 +22,9 @@ def mask_key(mask: ColumnMask) -> bytes:
     head = repr((mask.lt_begin.shape, mask.s_q, mask.is_causal, mask.block_mask is not None)).encode()
     bounds = [mask.lt_begin, mask.lt_end, mask.ut_begin, mask.ut_end]
     extra = [] if mask.block_mask is None else [mask.block_mask]
-    return planner().content_hash([head, *(bound if bound.flags.c_contiguous else bound.copy() for bound in bounds + extra)])
+    return planner().content_hash(
+        [head, *(bound if bound.flags.c_contiguous else bound.copy() for bound in bounds + extra)]
+    )
 
 
 class PlanCache:
@@ -49,8 +51,8 @@ class PlanCache:
         *,
         topology: Topology | None = None,
         strategy: Strategy | str = FM3,
-        cost: CostModel = CostModel(),
-        options: PlanOptions = PlanOptions(),
+        cost: CostModel = DEFAULT_COST,
+        options: PlanOptions = DEFAULT_OPTIONS,
     ) -> CpPlan:
         """The plan, from the cache or built now. Raises what `build_plan` raises; failures are not kept."""
         arguments = (num_ranks, topology or Topology.uniform(num_ranks), resolve_strategy(strategy), cost, options)
@@ -66,8 +68,8 @@ class PlanCache:
         *,
         topology: Topology | None = None,
         strategy: Strategy | str = FM3,
-        cost: CostModel = CostModel(),
-        options: PlanOptions = PlanOptions(),
+        cost: CostModel = DEFAULT_COST,
+        options: PlanOptions = DEFAULT_OPTIONS,
     ) -> Future[CpPlan]:
         """Starts building in the background unless the plan is there; errors surface in `get` or `result()`."""
         arguments = (num_ranks, topology or Topology.uniform(num_ranks), resolve_strategy(strategy), cost, options)

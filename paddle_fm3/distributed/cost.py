@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CostModel: what a tile, a transferred row and a launch cost. The planner weighs with it; timing.py simulates with it."""
+"""CostModel: what a tile, a transferred row and a launch cost. The planner weighs and timing.py simulates with it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 TILE = 128  # rows and columns of one tile of work
 
@@ -74,7 +77,12 @@ class CostModel:
         tile_ns = 1e3 * (self.fwd_tile_us + self.bwd_tile_us) / h_mask
         return max(1, round(tile_ns * self.partial_tile_cost)), max(1, round(tile_ns))
 
-    def tiles_us(self, num_partial: float, num_full: float, h_mask: int, *, is_forward: bool) -> float:
-        """Time of that many tiles, summed over mask heads."""
+    def tiles_us(
+        self, num_partial: NDArray[np.int64], num_full: NDArray[np.int64], h_mask: int, *, is_forward: bool
+    ) -> NDArray[np.float64]:
+        """Time of that many tiles, summed over mask heads; element by element."""
         tile_us = self.fwd_tile_us if is_forward else self.bwd_tile_us
-        return (num_partial * self.partial_tile_cost + num_full) * tile_us / h_mask
+        return np.asarray((num_partial * self.partial_tile_cost + num_full) * tile_us / h_mask, np.float64)
+
+
+DEFAULT_COST = CostModel()

@@ -63,9 +63,7 @@ def localize_columns(
         rank,
         np.ascontiguousarray(key_ranges, np.int32),
     )
-    return _trusted_mask(
-        bounds, partition.num_rows(rank), _local_block_mask(mask_global, partition, rank, key_ranges)
-    )
+    return _trusted_mask(bounds, partition.num_rows(rank), _local_block_mask(mask_global, partition, rank, key_ranges))
 
 
 def _trusted_mask(bounds: tuple[Int32Array, ...], s_q: int, block_mask: Int32Array | None) -> ColumnMask:

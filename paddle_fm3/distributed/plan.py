@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -101,7 +101,9 @@ class RankPlan:
 
     def key_rows_global(self) -> NDArray[np.int64]:
         """Global index of each buffer row."""
-        return np.concatenate([np.arange(begin, begin + rows) for begin, rows in self.key_ranges] or [np.empty(0, np.int64)])
+        return np.concatenate(
+            [np.arange(begin, begin + rows) for begin, rows in self.key_ranges] or [np.empty(0, np.int64)]
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +154,9 @@ class CpPlan:
             array = getattr(self, name)
             dtype = np.int64 if name.startswith("chunk") else np.int32
             if array.shape != shape or array.dtype != dtype:
-                raise ValueError(f"CpPlan: {name} is {array.dtype}{list(array.shape)}; expected {dtype.__name__}{list(shape)}")
+                raise ValueError(
+                    f"CpPlan: {name} is {array.dtype}{list(array.shape)}; expected {dtype.__name__}{list(shape)}"
+                )
             array.setflags(write=False)
 
     # --- identity --------------------------------------------------------------------------------
@@ -171,7 +175,8 @@ class CpPlan:
 
     def __repr__(self) -> str:
         return (
-            f"CpPlan({self.strategy.name}, s={self.partition.s}, ranks={self.num_ranks}, nodes={self.topology.num_nodes}, "
+            f"CpPlan({self.strategy.name}, s={self.partition.s}, ranks={self.num_ranks}, "
+            f"nodes={self.topology.num_nodes}, "
             f"chunks={self.partition.num_chunks}, stages={self.num_stages}, imbalance={self.imbalance:.4f}, "
             f"gap={self.gap:.4f}, slow_rows={self.slow_rows}, fast_rows={self.fast_rows}, "
             f"peak_k_rows={self.peak_k_rows}, hash={self.plan_hash[:8]})"
@@ -293,7 +298,10 @@ class CpPlan:
 
     def to_bytes(self) -> bytes:
         """The plan as bytes: a JSON head, then the arrays; no pickle, little-endian."""
-        head = self._head() | {"plan_hash": self.plan_hash, "shapes": {n: list(getattr(self, n).shape) for n in _ARRAYS}}
+        head = self._head() | {
+            "plan_hash": self.plan_hash,
+            "shapes": {n: list(getattr(self, n).shape) for n in _ARRAYS},
+        }
         encoded = json.dumps(head).encode()
         return b"".join(
             [_MAGIC, len(encoded).to_bytes(8, "little"), encoded]
@@ -349,7 +357,9 @@ class CpPlan:
             **arrays,
         )
         if plan.plan_hash != head["plan_hash"]:
-            raise ValueError(f"CpPlan: content hashes to {plan.plan_hash}, but it says {head['plan_hash']}: damaged or changed")
+            raise ValueError(
+                f"CpPlan: content hashes to {plan.plan_hash}, but it says {head['plan_hash']}: damaged or changed"
+            )
         return plan
 
 
@@ -369,5 +379,12 @@ def select_columns(mask: ColumnMask, k_begin: int, k_end: int) -> ColumnMask:
         if k_begin % BLOCK_MASK_TILE or (k_end % BLOCK_MASK_TILE and k_end != mask.s_k):
             raise ValueError(f"select_columns: [{k_begin}, {k_end}) divides a tile of the block_mask")
         block_mask = mask.block_mask[:, :, :, k_begin // BLOCK_MASK_TILE : -(-k_end // BLOCK_MASK_TILE)]
-    bounds = [b[:, :, k_begin:k_end] for b in (mask.lt_begin, mask.lt_end, mask.ut_begin, mask.ut_end)]
-    return ColumnMask(*bounds, s_q=mask.s_q, is_causal=False, block_mask=block_mask)
+    return ColumnMask(
+        mask.lt_begin[:, :, k_begin:k_end],
+        mask.lt_end[:, :, k_begin:k_end],
+        mask.ut_begin[:, :, k_begin:k_end],
+        mask.ut_end[:, :, k_begin:k_end],
+        s_q=mask.s_q,
+        is_causal=False,
+        block_mask=block_mask,
+    )

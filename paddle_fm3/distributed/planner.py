@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from paddle_fm3.distributed import balance_paper, route
 from paddle_fm3.distributed.balance import PLAN_EFFORT, SearchEffort, balance_by_node
-from paddle_fm3.distributed.cost import CostModel
+from paddle_fm3.distributed.cost import DEFAULT_COST, CostModel
 from paddle_fm3.distributed.native import planner
 from paddle_fm3.distributed.partition import Partition, contiguous_partition, dual_chunk_partition
 from paddle_fm3.distributed.plan import CpPlan
@@ -47,6 +47,9 @@ class PlanOptions:
     effort: SearchEffort = PLAN_EFFORT
 
 
+DEFAULT_OPTIONS = PlanOptions()
+
+
 def default_chunk_rows(s: int, num_ranks: int) -> int:
     """2048 as in the paper, or less so that a rank gets at least four chunks; a multiple of 128 if possible."""
     rows = min(MAX_CHUNK_ROWS, s // (MIN_CHUNKS_PER_RANK * num_ranks))
@@ -59,8 +62,8 @@ def build_plan(
     *,
     topology: Topology | None = None,
     strategy: Strategy | str = FM3,
-    cost: CostModel = CostModel(),
-    options: PlanOptions = PlanOptions(),
+    cost: CostModel = DEFAULT_COST,
+    options: PlanOptions = DEFAULT_OPTIONS,
 ) -> CpPlan:
     """The plan of one attention over ``num_ranks`` ranks. Pure and deterministic: no GPU, no process group.
 
@@ -111,7 +114,7 @@ def build_plan(
         if not strategy.is_overlapped:
             num_stages = 1
         elif num_stages is None:
-            loads = np.bincount(partition.chunk_ranks, weights, minlength=num_ranks)
+            loads = np.bincount(partition.chunk_ranks, weights, minlength=num_ranks).astype(np.float64)
             num_stages = route.choose_num_stages(
                 needs, partition, topology, loads, cost, is_hierarchical=strategy.is_hierarchical
             )
@@ -157,7 +160,9 @@ def _chunk_begins(mask: ColumnMask, num_ranks: int, options: PlanOptions) -> lis
 
 def _check(mask: ColumnMask, num_ranks: int, topology: Topology, options: PlanOptions) -> None:
     if mask.s_q != mask.s_k or mask.s_q < 1:
-        raise ValueError(f"build_plan: mask has s_q={mask.s_q}, s_k={mask.s_k}; context parallelism needs s_q = s_k >= 1")
+        raise ValueError(
+            f"build_plan: mask has s_q={mask.s_q}, s_k={mask.s_k}; context parallelism needs s_q = s_k >= 1"
+        )
     if topology.num_ranks != num_ranks:
         raise ValueError(f"build_plan: topology has {topology.num_ranks} ranks; num_ranks={num_ranks}")
     for name in ("capacities", "speeds"):
@@ -169,4 +174,6 @@ def _check(mask: ColumnMask, num_ranks: int, topology: Topology, options: PlanOp
         if value is not None and value < 1:
             raise ValueError(f"build_plan: {name}={value} must be >= 1")
     if mask.block_mask is not None and mask.s_q % BLOCK_MASK_TILE:
-        raise ValueError(f"build_plan: with a block_mask s={mask.s_q} must be a multiple of {BLOCK_MASK_TILE}; pad the sequence")
+        raise ValueError(
+            f"build_plan: with a block_mask s={mask.s_q} must be a multiple of {BLOCK_MASK_TILE}; pad the sequence"
+        )

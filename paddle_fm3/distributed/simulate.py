@@ -172,7 +172,9 @@ def _gather(plan: CpPlan, ranks: list[_Rank]) -> None:
         stage_rows = dst.plan.stage_rows
         if not (stage_rows[transfer.stage] <= target.start and target.stop <= stage_rows[transfer.stage + 1]):
             raise PlanError(f"{transfer}: lands outside its stage")
-        if transfer.hop > 0 and not (src.plan.stage_rows[transfer.stage] <= source.start < src.plan.stage_rows[transfer.stage + 1]):
+        if transfer.hop > 0 and not (
+            src.plan.stage_rows[transfer.stage] <= source.start < src.plan.stage_rows[transfer.stage + 1]
+        ):
             raise PlanError(f"{transfer}: relays rows of another stage, which backward may not have gathered yet")
         if dst.has_row[target].any():
             raise PlanError(f"{transfer}: rows arrive twice")
@@ -219,7 +221,15 @@ def cpu_backend() -> tuple[Forward, Backward]:
         return native_call.forward(q, k, v, native(mask), scale)
 
     def backward(
-        q: Array, k: Array, v: Array, mask: ColumnMask, out: Array, lse: Array, dout: Array, dlse: Array | None, scale: float
+        q: Array,
+        k: Array,
+        v: Array,
+        mask: ColumnMask,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        dlse: Array | None,
+        scale: float,
     ) -> tuple[Array, Array, Array]:
         return native_call.backward(q, k, v, native(mask), out, lse, dout, dlse, scale)
 

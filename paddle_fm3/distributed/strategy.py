@@ -35,7 +35,9 @@ class Strategy:
         if self.move not in MOVES:
             raise ValueError(f"Strategy {self.name!r}: move={self.move!r} is none of {MOVES}")
         if self.move == "ring" and (self.is_pruned or self.is_hierarchical):
-            raise ValueError(f"Strategy {self.name!r}: a ring moves every row to every neighbour; neither pruned nor hierarchical")
+            raise ValueError(
+                f"Strategy {self.name!r}: a ring moves every row to every neighbour; neither pruned nor hierarchical"
+            )
 
 
 FM3 = Strategy("fm3")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_fm3.distributed.cost import CostModel
+from paddle_fm3.distributed.cost import DEFAULT_COST, CostModel
 from paddle_fm3.distributed.native import planner
 from paddle_fm3.distributed.plan import CpPlan, Step
 from paddle_fm3.distributed.workload import native_mask
@@ -99,7 +99,16 @@ class PlanTimeline:
             for stage, hop, src, dst, rows, begin, end in phase.gather:
                 add(f"K/V from {src}", dst, "receive", offset + begin, offset + end, stage=stage, hop=hop, rows=rows)
             for stage, hop, src, dst, rows, begin, end in phase.reduce:
-                add(f"dK/dV to {dst}", src, "send gradients", offset + begin, offset + end, stage=stage, hop=hop, rows=rows)
+                add(
+                    f"dK/dV to {dst}",
+                    src,
+                    "send gradients",
+                    offset + begin,
+                    offset + end,
+                    stage=stage,
+                    hop=hop,
+                    rows=rows,
+                )
             offset += phase.us
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
@@ -107,7 +116,8 @@ class PlanTimeline:
 def step_tiles(plan: CpPlan, mask: ColumnMask) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Tiles that each rank's steps visit, counted on its local masks. Forward and backward,
     each ``[num_ranks, num_steps, 2]`` (visited, of these full)."""
-    fwd, bwd = [], []
+    fwd: list[list[list[int]]] = []
+    bwd: list[list[list[int]]] = []
     for rank in range(plan.num_ranks):
         rank_plan = plan.rank_plan(rank, mask)
         counts: dict[Step, list[int]] = {}
@@ -132,7 +142,7 @@ def _tiles(mask: ColumnMask) -> list[int]:
 def simulate_time(
     plan: CpPlan,
     mask: ColumnMask,
-    cost: CostModel = CostModel(),
+    cost: CostModel = DEFAULT_COST,
     *,
     keeps_gathered: bool = False,
     reduce_row_factor: float = 1.0,

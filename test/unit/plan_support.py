@@ -38,7 +38,11 @@ def random_mask(rng: np.random.Generator, s: int, *, b: int = 1, h_mask: int = 1
         cuts = np.unique(np.concatenate([[0, s], rng.integers(0, s + 1, rng.integers(0, 6))]))
         document = np.searchsorted(cuts, np.arange(s), side="right") - 1
         begin, end = cuts[document], cuts[document + 1]
-        columns = {1: [end], 2: [end, np.full(s, s)] if is_causal else [end, begin], 4: [end, np.full(s, s), 0 * end, begin]}
+        columns = {
+            1: [end],
+            2: [end, np.full(s, s)] if is_causal else [end, begin],
+            4: [end, np.full(s, s), 0 * end, begin],
+        }
         bounds = np.broadcast_to(np.stack(columns[num_bounds], -1), shape)
     else:  # a few constant runs
         bounds = np.repeat(rng.integers(0, s + 1, (b, h_mask, 3, num_bounds)), -(-s // 3), axis=2)[:, :, :s]

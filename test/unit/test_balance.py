@@ -28,7 +28,7 @@ def exact_finish(weights: np.ndarray, capacities: list[int], speeds: list[float]
         model.AddExactlyOne(row)
     for rank in ranks:
         model.Add(sum(row[rank] for row in is_on) <= capacities[rank])
-        load = sum(int(weight) * row[rank] for weight, row in zip(weights, is_on))
+        load = sum(int(weight) * row[rank] for weight, row in zip(weights, is_on, strict=True))
         model.Add(load * 48 <= finish * round(speeds[rank] * 4))
     model.Minimize(finish)
     solver = cp_model.CpSolver()

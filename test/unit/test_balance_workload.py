@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from plan_support import dense_visible, random_mask, random_partition
 
 from paddle_fm3.distributed.cost import CostModel
 from paddle_fm3.distributed.workload import scan_mask
 from paddle_fm3.mask import builders
 from paddle_fm3.mask.column_mask import ColumnMask
 from paddle_fm3.schedule import TileClass, build_schedule
-from plan_support import dense_visible, random_mask, random_partition
 
 TILE = 128
 
@@ -22,7 +23,7 @@ TILE = 128
 def dense_tiles(mask: ColumnMask, begins: tuple[int, ...]) -> list[list[int]]:
     visible = dense_visible(mask)
     counts = []
-    for begin, end in zip(begins, begins[1:]):
+    for begin, end in itertools.pairwise(begins):
         visited = full = 0
         for q in range(begin, end, TILE):
             for k in range(0, mask.s_k, TILE):
@@ -50,7 +51,11 @@ def test_counts_match_dense() -> None:
 
 @pytest.mark.parametrize("documents", [[700, 1, 300, 23, 1024], [2048]])
 def test_counts_match_block_schedule(documents: list[int]) -> None:
-    for mask in (builders.document(documents), builders.causal_document(documents), builders.causal_blockwise(documents)):
+    for mask in (
+        builders.document(documents),
+        builders.causal_document(documents),
+        builders.causal_blockwise(documents),
+    ):
         counts = build_schedule(mask, TILE, TILE).counts()
         got = scan_mask(mask, np.array([0, mask.s_q], np.int32)).chunk_tiles()[0]
         full = int(counts[TileClass.FULL].sum())

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from plan_support import dense_visible, random_mask, random_partition
 
 from paddle_fm3.distributed.localize import local_rows_before, localize_columns, localize_mask
 from paddle_fm3.distributed.partition import Partition
 from paddle_fm3.mask.column_mask import ColumnMask
-from plan_support import dense_visible, random_mask, random_partition
 
 
 def test_ten_thousand_masks_against_dense() -> None:
@@ -67,7 +67,12 @@ def test_block_mask_ranges_must_be_whole_tiles() -> None:
     block_mask = np.ones((1, 1, 3, 3), np.int32)
     mask = ColumnMask.from_bounds(np.full((1, 1, s, 1), s, np.int32), is_causal=True, s_q=s, block_mask=block_mask)
     partition = Partition((0, 128, 300), (0, 1), 2)
-    assert localize_columns(mask, partition, 1, np.array([[128, 128], [256, 44]], np.int32)).block_mask.shape == (1, 1, 2, 2)
+    assert localize_columns(mask, partition, 1, np.array([[128, 128], [256, 44]], np.int32)).block_mask.shape == (
+        1,
+        1,
+        2,
+        2,
+    )
     for bad in ([[0, 100]], [[256, 44], [0, 128]]):
         with pytest.raises(ValueError, match="cuts a block_mask tile"):
             localize_columns(mask, partition, 1, np.array(bad, np.int32))

@@ -71,7 +71,11 @@ def test_bytes_and_json_round_trip(strategy: str) -> None:
 
 def test_damage_is_noticed() -> None:
     data = bytearray(plan().to_bytes())
-    for at, message in ((0, "starts with"), (len(data) - 5, "damaged or changed"), (len(data) // 2, "damaged or changed")):
+    for at, message in (
+        (0, "starts with"),
+        (len(data) - 5, "damaged or changed"),
+        (len(data) // 2, "damaged or changed"),
+    ):
         changed = bytearray(data)
         changed[at] ^= 1
         with pytest.raises(ValueError, match=message):

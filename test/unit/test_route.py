@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from plan_support import dense_visible, random_mask, random_partition, random_topology
 
 from paddle_fm3.distributed import route
 from paddle_fm3.distributed.partition import Partition
@@ -16,7 +17,6 @@ from paddle_fm3.distributed.topology import Topology
 from paddle_fm3.distributed.workload import scan_mask
 from paddle_fm3.mask import builders
 from paddle_fm3.mask.column_mask import ColumnMask
-from plan_support import dense_visible, random_mask, random_partition, random_topology
 
 
 def needed_rows(mask: ColumnMask, partition: Partition, rank: int) -> np.ndarray:
@@ -137,8 +137,16 @@ def test_slow_rows_are_shared_among_the_members_of_a_node() -> None:
 def test_reduce_is_the_gather_backwards() -> None:
     mask = builders.document([500, 300, 1248])
     plan = build_plan(mask, 6, topology=Topology.uniform(6, 3), options=PlanOptions(num_stages=3))
-    edges = {(t.src_rank, t.dst_rank, row) for t in plan.transfers() for row in range(t.k_begin_global, t.k_begin_global + t.num_rows)}
-    back = {(t.dst_rank, t.src_rank, row) for t in plan.transfers("reduce") for row in range(t.k_begin_global, t.k_begin_global + t.num_rows)}
+    edges = {
+        (t.src_rank, t.dst_rank, row)
+        for t in plan.transfers()
+        for row in range(t.k_begin_global, t.k_begin_global + t.num_rows)
+    }
+    back = {
+        (t.dst_rank, t.src_rank, row)
+        for t in plan.transfers("reduce")
+        for row in range(t.k_begin_global, t.k_begin_global + t.num_rows)
+    }
     assert edges == back and edges
 
 

@@ -14,7 +14,8 @@ from paddle_fm3.distributed.balance import THOROUGH, SearchEffort, balance_chunk
 from paddle_fm3.distributed.balance_paper import ipo
 
 COLUMNS = (
-    "row", "algo", "instances", "subopt_vs_paper_best_pct", "paper_subopt_pct", "max_gap_vs_paper_best_pct", "paper_gap_pct",
+    "row", "algo", "instances", "subopt_vs_paper_best_pct", "paper_subopt_pct", "max_gap_vs_paper_best_pct",
+    "paper_gap_pct",
     "max_gap_vs_lb_pct", "certified_optimal_pct", "ms_mean", "refcheck",
 )  # fmt: skip
 SEED = 1

@@ -25,7 +25,18 @@ from paddle_fm3.distributed.topology import Topology
 from paddle_fm3.distributed.workload import scan_mask
 from paddle_fm3.testing.paper_planner import plan_in_numpy
 
-COLUMNS = ("mask", "p", "s", "ms_median", "ms_p90", "wall_ms_median", "baseline_ms_median", "paper_ms", "parts_ms", "refcheck")
+COLUMNS = (
+    "mask",
+    "p",
+    "s",
+    "ms_median",
+    "ms_p90",
+    "wall_ms_median",
+    "baseline_ms_median",
+    "paper_ms",
+    "parts_ms",
+    "refcheck",
+)
 CHUNK_ROWS, RANKS_PER_NODE, RANK = 2048, 8, 5
 SIZES = ((32, 262144), (256, 2097152))
 
@@ -125,7 +136,10 @@ def agrees(mask: Any, topology: Topology) -> bool:
     works = np.zeros_like(found.is_sent)
     for rank in range(topology.num_ranks):
         works[rank, np.unique(ours.rows_of(rank) // 512)] = True
-    upper_end, lower_begin = np.maximum(local.ut_end, 0), np.where(local.lt_begin < local.lt_end, local.lt_begin, local.s_q)
+    upper_end, lower_begin = (
+        np.maximum(local.ut_end, 0),
+        np.where(local.lt_begin < local.lt_end, local.lt_begin, local.s_q),
+    )
     theirs_end, theirs_begin = found.local_bounds[3], found.local_bounds[0]
     # Columns that hide everything have more than one way to say so.
     is_all = upper_end >= lower_begin

@@ -15,7 +15,18 @@ from paddle_fm3.distributed.strategy import STRATEGIES
 from paddle_fm3.distributed.topology import Topology
 from paddle_fm3.schedule import build_schedule
 
-COLUMNS = ("mask", "cp", "nodes", "strategy", "imbalance", "slow_vs_allgather", "slow_bytes", "fast_bytes", "peak_kv_rows", "refcheck")
+COLUMNS = (
+    "mask",
+    "cp",
+    "nodes",
+    "strategy",
+    "imbalance",
+    "slow_vs_allgather",
+    "slow_bytes",
+    "fast_bytes",
+    "peak_kv_rows",
+    "refcheck",
+)
 DEGREES = (4, 8, 16, 32)
 ROWS_A_RANK, CHUNK_ROWS, RANKS_PER_NODE = 8192, 2048, 8
 COST = CostModel(h_q=8, h_kv=1)  # table 5: query to key heads 8 : 1
