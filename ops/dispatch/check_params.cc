@@ -36,6 +36,11 @@ std::string check_sizes(const Shape& shape) {
   if (shape.s_q > kMaxLength || shape.s_k > kMaxLength) {
     return join("s_q=", shape.s_q, ", s_k=", shape.s_k, "; a length must be <= ", kMaxLength);
   }
+  constexpr int32_t kMaxHeadDim = 1 << 20;
+  if (shape.d_qk > kMaxHeadDim || shape.d_v > kMaxHeadDim) {
+    return join("d_qk=", shape.d_qk, ", d_v=", shape.d_v,
+                "; a head dimension must be <= ", kMaxHeadDim);
+  }
   if (shape.h_q > 0 && (shape.h_kv == 0 || shape.h_q % shape.h_kv != 0)) {
     return join("h_q=", shape.h_q, ", h_kv=", shape.h_kv, "; h_kv must divide h_q");
   }

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,6 +47,7 @@ BAD_VALUES = [
     ("shape.h_kv", 0, "h_q=4, h_kv=0; h_kv must divide h_q"),
     ("shape.s_k", -1, "s_k=-1; a size must be >= 0"),
     ("shape.s_q", 2**31 - 1, "s_q=2147483647, s_k=7; a length must be <= 2147483519"),
+    ("shape.d_v", 2**20 + 1, "d_qk=8, d_v=1048577; a head dimension must be <= 1048576"),
     ("shape.d_v", -6, "d_v=-6; a size must be >= 0"),
     ("dtype", 3, "dtype=3; must be 0 (float32), 1 (bfloat16) or 2 (float16)"),
     ("softmax_scale", float("nan"), "softmax_scale=nan; must be finite"),
@@ -129,11 +133,22 @@ def test_unknown_simd_target_is_named():
 
 
 def test_out_of_memory_is_a_status_not_a_crash():
-    """A head dimension that needs terabytes of scratch; the tensors are never touched."""
+    """A legal head dimension whose scratch does not fit into what the process may have; tensors stay untouched."""
     params, keep_alive = _forward_params()
-    params.shape.d_qk = 2**31 - 1
-    assert cpu_library().fm3_cpu_fwd(ctypes.byref(params)) == 3
-    assert cpu_library().fm3_cpu_last_error() == b"fm3_cpu_fwd: out of memory for scratch space"
+    params.shape.d_qk = params.stride_q.s = params.stride_k.s = 2**20
+    library = cpu_library()
+    pid = os.fork()
+    if pid == 0:
+        is_right = False
+        try:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            room = pages * resource.getpagesize() + 2**28
+            resource.setrlimit(resource.RLIMIT_AS, (room, room))
+            status = library.fm3_cpu_fwd(ctypes.byref(params))
+            is_right = status == 3 and library.fm3_cpu_last_error() == b"fm3_cpu_fwd: out of memory for scratch space"
+        finally:
+            os._exit(0 if is_right else 1)
+    assert os.waitpid(pid, 0)[1] == 0
     del keep_alive
 
 
