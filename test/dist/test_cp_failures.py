@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launch import LaunchResult, launch
+from launch import LaunchResult, launch, launch_unsupervised
 
 pytestmark = pytest.mark.dist
 WORKER = Path(__file__).with_name("failure_worker.py")
@@ -30,7 +30,8 @@ EXPECTED = {
 
 def run(mode: str, num_ranks: int, tmp_path: Path) -> tuple[LaunchResult, list[list[str]], float]:
     began = time.monotonic()
-    result = launch(WORKER, [mode, str(tmp_path)], num_ranks, tmp_path, timeout_s=120)
+    start = launch_unsupervised if mode != "disagree" else launch
+    result = start(WORKER, [mode, str(tmp_path)], num_ranks, tmp_path, timeout_s=120)
     reports = [tmp_path / f"rank{rank}.txt" for rank in range(num_ranks)]
     lines = [report.read_text().splitlines() if report.exists() else [] for report in reports]
     return result, lines, time.monotonic() - began
@@ -46,6 +47,13 @@ def test_disagreement_gives_one_message_on_every_rank(tmp_path: Path) -> None:
     for name, words in EXPECTED.items():
         assert said[name].startswith("ValueError: flashmask_cp_attention: "), (name, said[name])
         assert words in said[name], (name, said[name])
+
+
+def test_launcher_ends_the_others_when_a_rank_dies(tmp_path: Path) -> None:
+    """Under Paddle's launcher the survivors may be ended before they can say anything; the job still ends."""
+    began = time.monotonic()
+    result = launch(WORKER, ["killed", str(tmp_path)], 2, tmp_path, timeout_s=120)
+    assert result.exit_code not in (0, -9), f"ended with {result.exit_code} after {time.monotonic() - began:.0f} s"
 
 
 @pytest.mark.parametrize("mode", ["killed", "stalled"])
