@@ -30,6 +30,8 @@ class CpCase:
     split: str = "dual_chunk"
     dtype: str = "float32"
     seed: int = 0
+    has_block_mask: bool = False
+    reduce_dtype: str = "float32"
 
     @property
     def causal(self) -> bool:
@@ -54,6 +56,14 @@ class CpCase:
         rng = np.random.default_rng(self.seed + 7)
         planes = [[build(rng, self.s) for _ in range(self.h_mask)] for _ in range(self.b)]
         return np.ascontiguousarray(np.array(planes, np.int32))
+
+    def block_mask(self) -> Int32Array | None:
+        """[b, h_mask, s/128, s/128]; about a third of the 128 x 128 tiles are dropped."""
+        if not self.has_block_mask:
+            return None
+        num_tiles = -(-self.s // 128)
+        rng = np.random.default_rng(self.seed + 5)
+        return (rng.random((self.b, self.h_mask, num_tiles, num_tiles)) > 0.33).astype(np.int32)
 
     def tensors(self) -> dict[str, NDArray[np.float32]]:
         """Global q, k, v, dout, dlse; values are exact in the case's dtype only after the test rounds them."""
@@ -147,5 +157,8 @@ CASES = [
     CpCase("scattered chunks, own columns", "random_nc4", 90, split="scattered", frame="own", seed=13),
     CpCase("shorter than the ranks", "none_causal", 3, seed=14),
     CpCase("bf16", "causal_documents", 96, h_q=4, h_kv=1, d_qk=32, d_v=32, dtype="bfloat16", seed=15),
+    CpCase("bf16, summed in bf16", "documents", 64, dtype="bfloat16", reduce_dtype="input", seed=17),
+    # 1,536 rows in 1, 2, 3 or 4 equal chunks: no chunk cuts a tile.
+    CpCase("block mask", "causal_documents", 1536, h_q=1, h_kv=1, split="contiguous", has_block_mask=True, seed=18),
     CpCase("fp16", "documents", 64, d_qk=32, d_v=32, dtype="float16", seed=16),
 ]

@@ -37,11 +37,22 @@ def run_case(case: CpCase, group: object | None) -> dict[str, np.ndarray]:
     bounds = case.bounds()
     if bounds is not None:
         bounds = paddle.to_tensor(bounds[:, :, rows] if case.frame == "own" else bounds)
+    block_mask = case.block_mask()
     how = {"partition": partition} if case.split == "scattered" else {"strategy": case.split}
 
     def attend() -> tuple[paddle.Tensor, paddle.Tensor]:
         return flashmask_cp_attention(
-            q, k, v, bounds, causal=case.causal, group=group, return_softmax_lse=True, timeout_s=TIMEOUT_S, **how
+            q,
+            k,
+            v,
+            bounds,
+            causal=case.causal,
+            group=group,
+            return_softmax_lse=True,
+            timeout_s=TIMEOUT_S,
+            block_mask=None if block_mask is None else paddle.to_tensor(block_mask),
+            reduce_dtype=case.reduce_dtype,
+            **how,
         )
 
     attend()  # the second call finds the prepared mask: the two paths must agree

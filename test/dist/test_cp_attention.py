@@ -77,6 +77,6 @@ def oracle_of(case: CpCase) -> tuple[reference.AttentionResult, reference.Attent
     dtype = DTYPES[case.dtype]
     tensors = case.tensors()
     q, k, v, dout = (tensors[name].astype(dtype).astype(np.float32) for name in ("q", "k", "v", "dout"))
-    options = {"causal": case.causal, "dout": dout, "dlse": tensors["dlse"]}
+    options = {"causal": case.causal, "dout": dout, "dlse": tensors["dlse"], "block_mask": case.block_mask()}
     exact = reference.attention(q, k, v, case.bounds(), **options)
     return exact, reference.low_precision_attention(dtype, q, k, v, case.bounds(), **options)
