@@ -6,22 +6,19 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
-#include "../schedule/device_schedule.cuh"
 #include "fm3/params.h"
+#include "steps.h"
 
 namespace fm3::sm90_bwd {
-
-constexpr int kBlockQ = 64;                // rows of a step
-constexpr int kHullK = sm90::kHullCols;    // keys of one hull (a 64-key tile uses half of one)
 
 struct KernelArgs {
   // (d, s, h, b), boxes of 64 columns, 128-byte swizzle; of dk and dv 64 rows.
   CUtensorMap map_q, map_k, map_v, map_dout, map_dk, map_dv;
   Shape shape;
-  MaskView mask;                        // the caller's
-  int32_t group;                        // h_q / h_kv
-  int32_t num_q_tiles, num_k_tiles;     // ceil(s_q / kBlockQ), ceil(s_k / block_k)
-  int32_t num_hulls;                    // ceil(s_k / kHullK)
+  MaskView mask;                     // the caller's
+  int32_t group;                     // h_q / h_kv
+  int32_t num_q_tiles, num_k_tiles;  // ceil(s_q / kBlockQ), ceil(s_k / block_k)
+  int32_t num_hulls;                 // ceil(s_k / kHullK)
   int32_t num_work, ring_heads;
   int32_t is_deterministic;
   float softmax_scale;
@@ -35,11 +32,11 @@ struct KernelArgs {
   float* minus_delta;       // likewise, dlse - sum(dO * O)
   // All zero at first:
   int32_t* next_work;
-  int32_t* visits;          // [b, h_mask, num_q_tiles] visiting key tiles
-  int32_t* shared_rows;     // [b, h_mask] row tiles with more than one visitor
-  int32_t* head_done;       // [b * h_kv] shared row tiles converted
-  int32_t* ring_counts;     // [ring_heads, group, num_q_tiles, dq_parts]
-  float* dq_ring;  // [ring_heads, group, num_q_tiles, dq_parts, kBlockQ * dim / dq_parts]
+  int32_t* visits;       // [b, h_mask, num_q_tiles] visiting key tiles
+  int32_t* shared_rows;  // [b, h_mask] row tiles with more than one visitor
+  int32_t* head_done;    // [b * h_kv] shared row tiles converted
+  int32_t* ring_counts;  // [ring_heads, group, num_q_tiles, dq_parts]
+  float* dq_ring;        // [ring_heads, group, num_q_tiles, dq_parts, kBlockQ * dim / dq_parts]
   // Outputs, strided:
   void* dq;
   void* dk;
@@ -50,9 +47,9 @@ struct KernelArgs {
 // What the passes before the kernel read besides KernelArgs.
 struct PrepareArgs {
   DType dtype;
-  const void* out;  // [b, s_q, h_q, d_v]
-  const void* dout;  // [b, s_q, h_q, d_v]
-  const float* lse;  // [b, h_q, s_q]
+  const void* out;    // [b, s_q, h_q, d_v]
+  const void* dout;   // [b, s_q, h_q, d_v]
+  const float* lse;   // [b, h_q, s_q]
   const float* dlse;  // [b, h_q, s_q]; may be nullptr
   Strides stride_out, stride_dout;
   int32_t block_k;
@@ -71,7 +68,7 @@ cudaError_t fill_zero(void* data, const Strides& stride, int64_t b, int64_t s, i
 struct BwdKernel {
   DType dtype;
   int32_t dim_qk, dim_v;
-  int32_t block_k;  // keys of a work item
+  int32_t block_k;   // keys of a work item
   int32_t dq_parts;  // sums a row tile has in the ring
   cudaError_t (*launch)(const KernelArgs& args, int32_t num_ctas, cudaStream_t stream);
 };

@@ -5,8 +5,8 @@
 // tiles that the mask leaves visible (kBlockQ query rows each), over every query head of the group,
 // and keeps dK and dV in registers all the way. Per step, five products:
 //     S^T = K Q^T     dP^T = V dO^T     dV += P^T dO     dK += dS^T Q     dQ_step = dS K
-// Everything is transposed (keys are accumulator rows), so P^T and dS^T turn into the register
-// operand of dV and dK in place, and a thread needs the mask bounds of two keys only.
+// Everything is transposed (keys are accumulator rows), so P^T turns into the register operand of dV
+// in place, and a thread needs the mask bounds of two keys only.
 //
 // dQ: the fp32 sum lives in a ring of a few heads that stays in L2, is never cleared by a pass of its
 // own and never read back by one. A row tile knows how many key tiles visit it. The last to add its
@@ -24,15 +24,15 @@ namespace fm3::sm90_bwd {
 using ptx::Barrier;
 using sm90::ColumnHull;
 
-constexpr int kNumInfo = 8;  // steps remembered; > C::kQStages + what the dQ writer may lag
-constexpr int kNumEvents = 8;  // finished dQ parts waiting for the converter warps
+constexpr int kNumInfo = 8;      // steps remembered; > C::kQStages + what the dQ writer may lag
+constexpr int kNumEvents = 8;    // finished dQ parts waiting for the converter warps
 constexpr int kBackBuffers = 3;  // pieces of a finished dQ sum on their way to a converter
 constexpr int kNumConsumerWarps = 8;
 constexpr int kNumThreads = 384;  // warpgroup 0: loader, dQ writer, 2 converters; 1 and 2: products
 constexpr int kLoaderWarp = 0, kWriterWarp = 1, kConverterWarp = 2;
-// 128 * 40 + 256 * 232 = 64512 = 384 * 168, what the launch hands out.
+// 128 * 24 + 256 * 240 = 64512 = 384 * 168, what the launch hands out.
 constexpr int kHelperRegs = 24, kConsumerRegs = 240;
-constexpr int kStepBarrier = 1;  // named barrier of the two consumer warpgroups
+constexpr int kStepBarrier = 1;   // named barrier of the two consumer warpgroups
 constexpr int kGroupBarrier = 2;  // and 3: of each of them
 constexpr float kLog2E = 1.4426950408889634f;
 
@@ -49,8 +49,7 @@ struct StepInfo {
   int32_t q_tile_idx;
   uint32_t flags;  // kStepPartial, kStepBoundsSlot
   int32_t h_q_idx;
-  uint32_t
-      visits_order;  // visitors of the row tile (low 16), this tile's turn among them (high 16)
+  uint32_t visits_order;  // visitors of the row tile (low 16), this tile's turn (high 16)
 };
 constexpr uint32_t kStepPartial = 1, kStepBoundsSlot = 2;
 
@@ -104,11 +103,11 @@ struct Sizes {
   static constexpr int kKBytes = C::kBlockK * C::kDim * 2, kVBytes = C::kBlockK * C::kDimV * 2;
   static constexpr int kDsBytes = C::kBlockK * kBlockQ * 2;
   static constexpr int kPartFloats = kBlockQ * C::kDim / C::kDqParts;  // staged dQ, one ring sum
-  static constexpr int kUnitFloats = kPartFloats / 8;  // see dq.cuh
-  static constexpr int kUnitBlocks = C::kDim / C::kDqParts / 16;  // 8-column blocks of a unit
+  static constexpr int kUnitFloats = kPartFloats / 8;                  // see dq.cuh
+  static constexpr int kUnitBlocks = C::kDim / C::kDqParts / 16;       // 8-column blocks of a unit
   static constexpr int kPiecePairs = kUnitBlocks % 4 == 0 ? 2 : kUnitBlocks / 2;
   static constexpr int kUnitPieces = kUnitBlocks / (2 * kPiecePairs);
-  static constexpr int kPieces = 8 * kUnitPieces;  // of a part
+  static constexpr int kPieces = 8 * kUnitPieces;             // of a part
   static constexpr int kPieceFloats = kPartFloats / kPieces;  // what a converter fetches
   static constexpr int kDqArrivals = kNumConsumerWarps / C::kDqParts;
 };
@@ -124,8 +123,8 @@ struct Sizes {
 // dout_empty[.]     8               consumers         loader                overwrite dout, minus_delta
 // dq_full           8 / parts       consumers         writer                read dq
 // dq_empty[part]    1               writer, converter consumers             overwrite dq with the next
-// dq_back_full[.][.] 1 + bytes      converter (bulk)  that converter        read dq_back[.]
-// event_full[8]    1               writer            converter             read event[.]
+// dq_back_full[.]   1 + bytes       converter (bulk)  that converter        read dq_back[.]
+// event_full[8]     1              writer            converter             read event[.]
 // event_empty[8]    1               converter         writer                overwrite event[.]
 // kStepBarrier      256             consumers         consumers             read both halves of ds; at a
 //                                                                           tile's end: overwrite it
@@ -136,11 +135,10 @@ struct alignas(1024) Smem {
   typename C::T v[C::kBlockK * C::kDimV];
   typename C::T q[C::kQStages][kBlockQ * C::kDim];
   typename C::T dout[C::kDoutStages][kBlockQ * C::kDimV];
-  typename C::T ds[C::kDsBuffers][C::kBlockK * kBlockQ];  // dS^T: a row is a key
+  typename C::T ds[C::kDsBuffers][C::kBlockK * kBlockQ];          // dS^T: a row is a key
   typename C::T p[C::kSplitsColumns ? C::kBlockK * kBlockQ : 8];  // P^T, if both warpgroups need it
-  float dq[Sizes<C>::kPartFloats];  // accumulator order, see dq.cuh
-  float dq_back[2][kBackBuffers]
-               [Sizes<C>::kPieceFloats];  // pieces of a finished sum, a converter's
+  float dq[Sizes<C>::kPartFloats];                                // accumulator order, see dq.cuh
+  float dq_back[2][kBackBuffers][Sizes<C>::kPieceFloats];         // a converter's pieces of a sum
   int4 bounds[2][C::kBlockK];
   float lse_log2[C::kQStages][kBlockQ];
   float minus_delta[C::kDoutStages][kBlockQ];

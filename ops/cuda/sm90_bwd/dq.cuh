@@ -15,7 +15,8 @@
 //             and a new head's first reduction waits for all the tiles of the head it follows.
 // Breaks if:  visits disagrees with the loader's walk, or a key tile is claimed out of order (the
 //             wait for the ring could then be for work nobody has).
-// Tested by:  test/gpu/test_sm90_bwd.py (ring_heads forced small; NaN-filled outputs)
+// Tested by:  test/gpu/test_sm90_bwd.py (test_ring_is_reused; outputs start as NaN, the workspace
+//             as garbage)
 #pragma once
 
 #include "config.cuh"

@@ -24,8 +24,8 @@ __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem
   RingPos<2> tile_pos;
   RingPos<C::kQStages> step_pos;
   RingPos<C::kDoutStages> dout_pos;
-  uint32_t num_kv = 0;       // K/V tiles loaded
-  uint32_t num_bounds = 0;   // bounds tiles loaded
+  uint32_t num_kv = 0;      // K/V tiles loaded
+  uint32_t num_bounds = 0;  // bounds tiles loaded
   for (;; ++tile_pos.count) {
     int32_t work_idx = 0;
     if (is_leader) work_idx = atomicAdd(args.next_work, 1);

@@ -38,12 +38,8 @@ __global__ void __launch_bounds__(kThreads) scan_kernel(KernelArgs args, int64_t
         low[idx] = min(low[idx], value[idx]);
         high[idx] = max(high[idx], value[idx]);
       }
-      // The causal rule takes the upper interval's place, or joins it where that starts at row 0:
-      // the two forms with a causal rule have no other upper interval (the dispatch checks it).
-      rows.x = has_lt ? hidden.lt.begin : 0;
-      rows.y = has_lt ? hidden.lt.end : 0;
-      rows.z = mask.is_causal || !has_ut ? 0 : hidden.ut.begin;
-      rows.w = max(has_ut ? hidden.ut.end : 0, hidden.causal.end);
+      const TwoIntervals folded = fold_causal(hidden, mask.is_causal);
+      rows = make_int4(folded.lt_begin, folded.lt_end, folded.ut_begin, folded.ut_end);
     }
     args.bounds[block_idx * kHullK + step * 32 + lane] = rows;
   }

@@ -3,36 +3,11 @@
 #pragma once
 
 #include "config.cuh"
+#include "steps.h"
 
 namespace fm3::sm90_bwd {
 
 constexpr uint32_t kAllLanes = 0xFFFFFFFF;
-
-enum class StepClass { kSkip, kPartial, kFull };
-
-// Class of row tile `q_tile_idx` for keys [k_begin, k_begin + block_k) of mask `mask_idx`.
-__device__ __forceinline__ StepClass classify_step(const MaskView& mask, const ColumnHull* hulls,
-                                                   int32_t num_hulls, int32_t mask_idx,
-                                                   int32_t k_begin, int32_t block_k,
-                                                   int32_t q_tile_idx) {
-  const int32_t q_begin = q_tile_idx * kBlockQ;
-  if (q_begin >= mask.s_q) return StepClass::kSkip;
-  const int32_t q_end = min(q_begin + kBlockQ, mask.s_q);
-  const int32_t k_end = min(k_begin + block_k, mask.s_k);
-  if (mask.block_mask != nullptr) {
-    const int64_t rows = (mask.s_q + kBlockMaskTile - 1) / kBlockMaskTile;
-    const int64_t columns = (mask.s_k + kBlockMaskTile - 1) / kBlockMaskTile;
-    const int64_t entry = (mask_idx * rows + q_begin / kBlockMaskTile) * columns +
-                          k_begin / kBlockMaskTile;  // both tile sides divide 128
-    if (__ldg(mask.block_mask + entry) == 0) return StepClass::kSkip;
-  }
-  const ColumnHull& hull = hulls[static_cast<int64_t>(mask_idx) * num_hulls + k_begin / kHullK];
-  const sm90::HullClass hull_class = sm90::classify(hull, mask, k_begin, k_end, q_begin, q_end);
-  if (hull_class == sm90::HullClass::kSkip) return StepClass::kSkip;
-  // Keys past s_k read as zeros, so they score 0 and must be hidden by their bounds.
-  if (k_end < k_begin + block_k) return StepClass::kPartial;
-  return hull_class == sm90::HullClass::kFull ? StepClass::kFull : StepClass::kPartial;
-}
 
 // Walks the visited row tiles of one key tile upwards, 32 at a time. All lanes of a converged warp.
 class RowWalk {
