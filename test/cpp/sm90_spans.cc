@@ -43,19 +43,18 @@ int32_t hull_class(const MaskView* mask, int32_t list_idx, int32_t hull_idx, int
       classify(make_hull(*mask, bounds, k_begin, k_end), *mask, k_begin, k_end, q_begin, q_end));
 }
 
-// Spans of one query tile as {k_begin, count, is_full | parts << 1} triples; the number of spans.
+// Spans of one query tile as {k_begin, count, is_full} triples; the number of spans.
 int32_t spans(const MaskView* mask, int32_t list_idx, int32_t q_tile_idx, int32_t* triples,
               int32_t capacity) {
   const int32_t* bounds = mask->bounds + int64_t{list_idx} * mask->s_k * num_bounds(mask->form);
   const int32_t q_begin = q_tile_idx * kTileQ, q_end = std::min(q_begin + kTileQ, mask->s_q);
-  const int32_t q_middle = std::min(q_begin + kTileQ / 2, mask->s_q);
   const int32_t num_hulls = (mask->s_k + kHullCols - 1) / kHullCols;
   const int32_t num_q_tiles = (mask->s_q + kTileQ - 1) / kTileQ;
   std::vector<Span> written(mask->s_k / kItemCols + 2);
   SpanWriter writer(written.data(), true);
   const int32_t num_granules = num_hulls * (kHullCols / kGranuleCols);
   for (int32_t granule = 0; granule < num_granules; ++granule) {
-    bool upper = false, lower = false, is_full = true;
+    bool is_visible = false, is_full = true;
     for (int32_t k_idx = granule * kGranuleCols; k_idx < (granule + 1) * kGranuleCols; ++k_idx) {
       const bool is_dropped =
           k_idx >= mask->s_k ||
@@ -63,17 +62,16 @@ int32_t spans(const MaskView* mask, int32_t list_idx, int32_t q_tile_idx, int32_
            mask->block_mask[(int64_t{list_idx} * num_q_tiles + q_tile_idx) * num_hulls +
                             k_idx / kHullCols] == 0);
       const HiddenRows rows = is_dropped ? HiddenRows{} : hidden_rows(*mask, bounds, k_idx);
-      upper = upper || (!is_dropped && !covers(rows, q_begin, q_middle));
-      lower = lower || (!is_dropped && q_middle < q_end && !covers(rows, q_middle, q_end));
+      is_visible = is_visible || (!is_dropped && !covers(rows, q_begin, q_end));
       is_full = is_full && !is_dropped && !touches(rows, q_begin, q_end);
     }
-    writer.granule(granule, upper, lower, is_full);
+    writer.granule(granule, is_visible, is_full);
   }
   writer.finish(num_granules);
   for (int32_t idx = 0; idx < std::min(writer.num_spans(), capacity); ++idx) {
     triples[3 * idx] = written[idx].k_begin();
     triples[3 * idx + 1] = written[idx].count();
-    triples[3 * idx + 2] = written[idx].is_full() | written[idx].parts() << 1;
+    triples[3 * idx + 2] = written[idx].is_full();
   }
   return writer.num_spans();
 }

@@ -18,7 +18,7 @@ from paddle_fm3.testing.reference import visible_plane
 
 ROOT = Path(__file__).resolve().parents[2]
 TILE_Q = 128
-Spans = list[tuple[int, int, int]]  # (k_begin, count of items, is_full | parts << 1)
+Spans = list[tuple[int, int, bool]]  # (k_begin, count of items, is_full)
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -51,29 +51,20 @@ def spans_of(library: ctypes.CDLL, mask: NativeMask, list_idx: int, q_tile_idx: 
     view = mask.view
     count = library.spans(ctypes.byref(view), list_idx, q_tile_idx, triples, capacity)
     assert count <= capacity - 1, f"{count} spans; the device keeps room for {capacity - 1}"
-    return [(triples[3 * i], triples[3 * i + 1], triples[3 * i + 2]) for i in range(count)]
+    return [(triples[3 * i], triples[3 * i + 1], bool(triples[3 * i + 2])) for i in range(count)]
 
 
 def check_spans(spans: Spans, visible: np.ndarray, item_cols: int) -> None:
     """`visible`: rows of one query tile, [rows, s_k]."""
     assert spans, "a tile needs at least one span"
     covered = np.zeros(visible.shape[1] + item_cols, bool)
-    end, seen_parts = 0, 0
-    for k_begin, count, flags in spans:
-        is_full, parts = flags & 1, flags >> 1
-        seen_parts |= parts
+    end = 0
+    for k_begin, count, is_full in spans:
         assert count >= 1 and k_begin >= end, f"spans overlap or descend: {spans}"
         end = k_begin + count * item_cols
         covered[k_begin : min(end, len(covered))] = True
         if is_full:
             assert end <= visible.shape[1] and visible[:, k_begin:end].all(), f"FULL but something is hidden: {spans}"
-            continue
-        for row_half in range(2):
-            rows = visible[row_half * TILE_Q // 2 : (row_half + 1) * TILE_Q // 2]
-            for begin in range(k_begin, end, item_cols // 2):
-                bit = 1 << (2 * row_half + (begin - k_begin) // (item_cols // 2) % 2)
-                assert parts & bit or not rows[:, begin : begin + item_cols // 2].any(), f"a part is lost: {spans}"
-    assert seen_parts & 3 and seen_parts & 12, f"a row half has no step: {spans}"
     missed = visible.any(0) & ~covered[: visible.shape[1]]
     assert not missed.any(), f"visible columns {np.flatnonzero(missed)[:5]} are not visited: {spans}"
 
@@ -125,7 +116,7 @@ def test_causal_list_is_as_short_as_can_be(library: ctypes.CDLL) -> None:
         spans = spans_of(library, mask, 0, q_tile_idx)
         columns = (q_tile_idx + 1) * TILE_Q
         assert sum(count for _, count, _ in spans) == -(-columns // library.item_cols())
-        assert sum(count for _, count, flags in spans if not flags & 1) <= 2
+        assert sum(count for _, count, is_full in spans if not is_full) <= 2
 
 
 def test_a_lost_or_moved_span_is_noticed(library: ctypes.CDLL) -> None:
@@ -135,13 +126,7 @@ def test_a_lost_or_moved_span_is_noticed(library: ctypes.CDLL) -> None:
     visible = visible_plane(bounds[0, 0], raw.causal, 8192, 8192)[5 * TILE_Q : 6 * TILE_Q]
     spans = spans_of(library, mask, 0, 5)
     check_spans(spans, visible, library.item_cols())
-    k_begin, count, flags = spans[0]
-    lost_part = [(k, n, f & ~2 if not f & 1 else f) for k, n, f in spans]
-    for broken in (
-        spans[:-1],
-        [(k_begin + 16, count, flags), *spans[1:]],
-        [(k, n, f | 1) for k, n, f in spans],
-        lost_part,
-    ):
+    k_begin, count, _ = spans[0]
+    for broken in (spans[:-1], [(k_begin + 16, count, False), *spans[1:]], [(k, n, True) for k, n, _ in spans]):
         with pytest.raises(AssertionError):
             check_spans(broken, visible, library.item_cols())

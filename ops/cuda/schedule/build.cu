@@ -62,7 +62,6 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerCta)
   const int64_t list_idx = tile_idx / schedule.num_q_tiles;
   const int32_t q_tile_idx = static_cast<int32_t>(tile_idx % schedule.num_q_tiles);
   const int32_t q_begin = q_tile_idx * kTileQ, q_end = min(q_begin + kTileQ, mask.s_q);
-  const int32_t q_middle = min(q_begin + kTileQ / 2, mask.s_q);
   const int32_t* bounds = bounds_of_list(mask, list_idx);
   const ColumnHull* hulls = schedule.hulls + list_idx * schedule.num_hulls;
   const int32_t* block_row =  // one block_mask row: kTileQ == kBlockMaskTile
@@ -85,43 +84,38 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerCta)
         hull_class = HullClass::kPartial;  // columns past s_k are never visible
       }
     }
-    // One bit a granule: seen by the upper, the lower half of the rows; clear for all rows.
-    uint32_t upper = hull_class == HullClass::kSkip ? 0 : (1u << kGranulesPerHull) - 1;
-    uint32_t lower = upper;
+    uint32_t visible = hull_class == HullClass::kSkip ? 0 : (1u << kGranulesPerHull) - 1;
     uint32_t full = hull_class == HullClass::kFull ? (1u << kGranulesPerHull) - 1 : 0;
 
     for (uint32_t todo = __ballot_sync(kAllLanes, hull_class == HullClass::kPartial); todo != 0;
          todo &= todo - 1) {
       const int source = __ffs(todo) - 1;
-      uint32_t upper_bits = 0, lower_bits = 0, full_bits = 0;
+      uint32_t visible_bits = 0, full_bits = 0;
 #pragma unroll
       for (int step = 0; step < kHullCols / kWarp; ++step) {
         const int32_t k_idx = (chunk + source) * kHullCols + step * kWarp + lane;
-        bool is_upper = false, is_lower = false, is_clear = false;
+        bool is_hidden = true, is_clear = false;
         if (k_idx < mask.s_k) {
           const HiddenRows rows = hidden_rows(mask, bounds, k_idx);
-          is_upper = !covers(rows, q_begin, q_middle);
-          is_lower = q_middle < q_end && !covers(rows, q_middle, q_end);
+          is_hidden = covers(rows, q_begin, q_end);
           is_clear = !touches(rows, q_begin, q_end);
         }
-        const uint32_t shown_upper = __ballot_sync(kAllLanes, is_upper);
-        const uint32_t shown_lower = __ballot_sync(kAllLanes, is_lower);
+        const uint32_t shown = __ballot_sync(kAllLanes, !is_hidden);
         const uint32_t clear = __ballot_sync(kAllLanes, is_clear);
 #pragma unroll
         for (int part = 0; part < kWarp / kGranuleCols; ++part) {
           constexpr uint32_t kOnes = (1u << kGranuleCols) - 1;
           const int granule = step * (kWarp / kGranuleCols) + part;
-          if ((shown_upper >> (part * kGranuleCols) & kOnes) != 0) upper_bits |= 1u << granule;
-          if ((shown_lower >> (part * kGranuleCols) & kOnes) != 0) lower_bits |= 1u << granule;
+          if ((shown >> (part * kGranuleCols) & kOnes) != 0) visible_bits |= 1u << granule;
           if ((clear >> (part * kGranuleCols) & kOnes) == kOnes) full_bits |= 1u << granule;
         }
       }
-      if (lane == source) upper = upper_bits, lower = lower_bits, full = full_bits;
+      if (lane == source) visible = visible_bits, full = full_bits;
     }
 
     // All lanes walk the chunk together; runs of hulls that cannot change the state are jumped.
     const uint32_t all_full = __ballot_sync(kAllLanes, full == (1u << kGranulesPerHull) - 1);
-    const uint32_t all_hidden = __ballot_sync(kAllLanes, (upper | lower) == 0);
+    const uint32_t all_hidden = __ballot_sync(kAllLanes, visible == 0);
     for (int step = 0; step < kWarp;) {
       const int32_t granule_begin = (chunk + step) * kGranulesPerHull;
       const uint32_t jump = writer.wants_only_full_end()       ? all_full >> step
@@ -131,12 +125,11 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerCta)
         step += ~jump == 0 ? kWarp : __ffs(~jump) - 1;
         continue;
       }
-      const uint32_t upper_bits = __shfl_sync(kAllLanes, upper, step);
-      const uint32_t lower_bits = __shfl_sync(kAllLanes, lower, step);
+      const uint32_t visible_bits = __shfl_sync(kAllLanes, visible, step);
       const uint32_t full_bits = __shfl_sync(kAllLanes, full, step);
       for (int granule = 0; granule < kGranulesPerHull; ++granule) {
-        writer.granule(granule_begin + granule, upper_bits >> granule & 1,
-                       lower_bits >> granule & 1, full_bits >> granule & 1);
+        writer.granule(granule_begin + granule, visible_bits >> granule & 1,
+                       full_bits >> granule & 1);
       }
       ++step;
     }
@@ -150,9 +143,8 @@ constexpr int kOrderThreads = 256;
 
 __global__ void __launch_bounds__(kOrderThreads) order_kernel(ScheduleView schedule) {
   __shared__ int32_t smem_cost[kOrderThreads];
-  const uint32_t ctas_per_list = (schedule.num_q_tiles + kOrderThreads - 1) / kOrderThreads;
-  const int64_t list_begin = int64_t{blockIdx.x / ctas_per_list} * schedule.num_q_tiles;
-  const int32_t tile_idx = blockIdx.x % ctas_per_list * kOrderThreads + threadIdx.x;
+  const int64_t list_begin = int64_t{blockIdx.y} * schedule.num_q_tiles;
+  const int32_t tile_idx = blockIdx.x * kOrderThreads + threadIdx.x;
   const bool is_tile = tile_idx < schedule.num_q_tiles;
   const TileCost own = is_tile ? schedule.tile_costs[list_begin + tile_idx] : TileCost{0, 0};
   int32_t rank = 0;
@@ -190,9 +182,9 @@ cudaError_t build_schedule(const MaskView& mask, void* blob, cudaStream_t stream
   scan_kernel<<<div_up(num_blocks, kWarpsPerCta), kThreads, 0, stream>>>(mask, schedule,
                                                                          num_blocks);
   list_kernel<<<div_up(num_tiles, kWarpsPerCta), kThreads, 0, stream>>>(mask, schedule, num_tiles);
-  const int64_t ctas_per_list = div_up(schedule.num_q_tiles, kOrderThreads);
-  order_kernel<<<static_cast<uint32_t>(num_lists * ctas_per_list), kOrderThreads, 0, stream>>>(
-      schedule);
+  order_kernel<<<dim3(div_up(schedule.num_q_tiles, kOrderThreads),
+                      static_cast<uint32_t>(num_lists)),
+                 kOrderThreads, 0, stream>>>(schedule);
   return cudaGetLastError();
 }
 

@@ -41,8 +41,6 @@ struct FwdConfig {
 
   // What a consumer must know of one step. Written by the loader before it arrives on k_full.
   enum StepFlags : int32_t { kFirst = 1, kLast = 2, kPartial = 4, kEnd = 8 };
-  // Bits kPartsShift + 2 g and + 1: group g sees something of the left, right half of the columns.
-  static constexpr int kPartsShift = 4;
   struct Step {
     int32_t flags, q_begin, h_idx, b_idx;
   };
@@ -58,6 +56,7 @@ struct FwdConfig {
   // mask_empty[m]     8 warps           consumers           mask warps   overwrite mask_bits[m]
   // tile_full[t]      1                 loader              mask warps   read tile[t]
   // tile_empty[t]     3 warps           mask warps          loader       overwrite tile[t]
+  // named 1 + g       256 threads       the other group     group g      issue its wgmmas (ping-pong)
   struct Tile {
     int32_t q_tile_idx, h_idx, b_idx, num_spans;  // num_spans 0: no more tiles
   };

@@ -86,8 +86,7 @@ class Loader {
         for (int32_t step = 0; step < steps; ++step) {
           const int32_t flags = (num_steps == 0 ? Config::kFirst : 0) |
                                 (is_last_span && step == steps - 1 ? Config::kLast : 0) |
-                                (span.is_full() ? 0 : Config::kPartial) |
-                                step_parts(span.parts(), step) << Config::kPartsShift;
+                                (span.is_full() ? 0 : Config::kPartial);
           load_step(tile, span.k_begin() + step * Config::kCols, flags);
           if (++num_steps == 2) next_tile = claim_next(), has_next = true;
         }
@@ -98,13 +97,6 @@ class Loader {
   }
 
  private:
-  // What the groups see of one step. Where an item takes two steps, each is one half of it.
-  static __device__ __forceinline__ int32_t step_parts(int32_t item_parts, int32_t step) {
-    if constexpr (Config::kStepsPerItem == 1) return item_parts;
-    const int32_t seen = item_parts >> (step % 2);  // bits 0 and 2
-    return (seen & 5) * 3;
-  }
-
   __device__ __forceinline__ Tile claim_next() {
     int32_t claimed = 0;
     if (is_issuer_) claimed = atomicAdd(args_.next_tile, 1);
