@@ -26,10 +26,13 @@ def nvcc_version() -> tuple[int, int] | None:
     return (int(match.group(1)), int(match.group(2))) if match else None
 
 
-pytestmark = pytest.mark.skipif(
-    (nvcc_version() or (0, 0)) < OLDEST_NVCC or shutil.which("cmake") is None,
-    reason="needs cmake and nvcc 12.8 or newer (PyPI: nvidia-cuda-nvcc, and CUDACXX)",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        (nvcc_version() or (0, 0)) < OLDEST_NVCC or shutil.which("cmake") is None,
+        reason="needs cmake and nvcc 12.8 or newer (PyPI: nvidia-cuda-nvcc, and CUDACXX)",
+    ),
+    pytest.mark.timeout(1500),  # the build, on a busy machine
+]
 
 
 @pytest.fixture(scope="module")
