@@ -292,13 +292,13 @@ class Descent {
   double bound_, goal_;
   int64_t triples_left_;
   std::vector<std::vector<int32_t>> items_;  // [num_ranks][capacity]
-  std::vector<Load> loads_;  // [num_ranks]
+  std::vector<Load> loads_;                  // [num_ranks]
   PairSplitter splitter_;
   std::vector<int32_t> window_, rest_items_;  // items that a split may move
   std::vector<Load> window_loads_, rest_loads_;
   std::vector<std::vector<int32_t>> kept_;  // per rank of the split: items that stay
-  int open_count_[3] = {0, 0, 0};  // per rank of the split: items it put into the window
-  Load base_[3] = {0, 0, 0};  // and its load outside the window
+  int open_count_[3] = {0, 0, 0};           // per rank of the split: items it put into the window
+  Load base_[3] = {0, 0, 0};                // and its load outside the window
 };
 
 }  // namespace

@@ -10,24 +10,24 @@
 namespace fm3::planner {
 
 struct BalanceProblem {
-  std::vector<Load> weights;  // [num_chunks] > = 0
+  std::vector<Load> weights;      // [num_chunks] > = 0
   std::vector<int32_t> capacity;  // [num_ranks] chunks at most; sum >= num_chunks
-  std::vector<double> speed;  // [num_ranks] > 0; 1 = nominal
+  std::vector<double> speed;      // [num_ranks] > 0; 1 = nominal
 
   int32_t num_chunks() const { return int32_t(weights.size()); }
   int32_t num_ranks() const { return int32_t(capacity.size()); }
 };
 
 struct BalanceOptions {
-  double target_gap = 0;  // stop once finish <= (1 + target_gap) * lower bound
+  double target_gap = 0;        // stop once finish <= (1 + target_gap) * lower bound
   int64_t max_triples = 20000;  // triples of ranks tried in all
-  int32_t max_kicks = 0;  // restarts from a disturbed best assignment
+  int32_t max_kicks = 0;        // restarts from a disturbed best assignment
 };
 
 struct Balance {
   std::vector<int32_t> ranks;  // [num_chunks]
-  double finish;  // max over ranks of load / speed
-  double lower_bound;  // no assignment finishes earlier
+  double finish;               // max over ranks of load / speed
+  double lower_bound;          // no assignment finishes earlier
 };
 
 // No assignment of the problem finishes before this.

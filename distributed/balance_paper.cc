@@ -10,7 +10,7 @@ namespace fm3::planner {
 namespace {
 
 constexpr int64_t kMaxTripleNodes = 2000000;
-constexpr int kMaxPairChunks = 10;  // per rank: beyond this phase 2 is skipped
+constexpr int kMaxPairChunks = 10;   // per rank: beyond this phase 2 is skipped
 constexpr int kMaxTripleChunks = 8;  // per rank: beyond this phase 3 is skipped
 
 class Ipo {
@@ -155,7 +155,7 @@ class Ipo {
   const std::vector<Load>& weights_;
   int32_t num_ranks_, slots_;
   std::vector<std::vector<int32_t>> chunks_;  // [num_ranks][slots]
-  std::vector<Load> loads_;  // [num_ranks]
+  std::vector<Load> loads_;                   // [num_ranks]
   PairSplitter splitter_;
   std::vector<int32_t> pool_;
   std::vector<std::vector<int32_t>> parts_;

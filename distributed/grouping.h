@@ -10,12 +10,12 @@
 namespace fm3::planner {
 
 struct NodeProblem {
-  std::vector<Load> weights;         // [num_chunks]
-  std::vector<int32_t> capacity;     // [num_ranks] chunks at most
-  std::vector<double> speed;         // [num_ranks]
+  std::vector<Load> weights;          // [num_chunks]
+  std::vector<int32_t> capacity;      // [num_ranks] chunks at most
+  std::vector<double> speed;          // [num_ranks]
   std::vector<int32_t> node_of_rank;  // [num_ranks]
-  double us_per_load;                // compute time of one unit of weight at speed 1
-  double us_per_row;                 // time of one K/V row (there and back) on one slow link
+  double us_per_load;                 // compute time of one unit of weight at speed 1
+  double us_per_row;                  // time of one K/V row (there and back) on one slow link
 
   int32_t num_chunks() const { return int32_t(weights.size()); }
   int32_t num_ranks() const { return int32_t(capacity.size()); }
@@ -24,7 +24,7 @@ struct NodeProblem {
 // What the ranks of one node have together.
 struct Node {
   std::vector<int32_t> ranks;
-  int32_t slots = 0;   // chunks at most
+  int32_t slots = 0;  // chunks at most
   double speed = 0;
 };
 std::vector<Node> nodes_of(const NodeProblem& problem);
@@ -41,9 +41,9 @@ class Segments {
  private:
   void collect(const std::vector<Need>& needs, const ChunkGrid& grid, int32_t unit);
 
-  std::vector<int32_t> cuts_;            // [count + 1] ascending key rows
+  std::vector<int32_t> cuts_;             // [count + 1] ascending key rows
   std::vector<std::vector<Run>> needed_;  // [num_chunks] segments
-  std::vector<int32_t> first_of_chunk_;  // [num_chunks + 1]
+  std::vector<int32_t> first_of_chunk_;   // [num_chunks + 1]
 };
 
 // Which chunk is on which node, with loads and slow rows kept up to date while chunks move.
@@ -82,7 +82,7 @@ class Grouping {
   std::vector<int32_t> node_of_chunk_;
   std::vector<int32_t> users_;  // [num_nodes][segments] chunks of the node that need the segment
   std::vector<int32_t> owner_;  // [segments] node
-  std::vector<Load> loads_;  // [num_nodes]
+  std::vector<Load> loads_;     // [num_nodes]
   std::vector<int64_t> slow_rows_;  // [num_nodes] rows needed and owned elsewhere
   int64_t steps_ = 0;
 };

@@ -19,7 +19,7 @@ inline bool operator==(const Run& x, const Run& y) { return x.begin == y.begin &
 struct MaskColumns {
   const int32_t *lt_begin, *lt_end, *ut_begin, *ut_end;  // [b, h_mask, s_k] each, inside [0, s_q]
   const int32_t* block_mask;  // [b, h_mask, ceil(s_q/128), ceil(s_k/128)], 0 hides; may be nullptr
-  int32_t num_planes;  // b * h_mask
+  int32_t num_planes;         // b * h_mask
   int32_t s_q, s_k;
   bool is_causal;
 
@@ -102,7 +102,7 @@ class ChunkGrid {
 
  private:
   std::vector<int32_t> begins_;  // [num_chunks + 1]
-  std::vector<int32_t> hints_;  // [s / 128 + 1] chunk of every 128th row
+  std::vector<int32_t> hints_;   // [s / 128 + 1] chunk of every 128th row
 };
 
 }  // namespace fm3::planner

@@ -20,7 +20,7 @@ std::vector<Need> find_needs(const MaskColumns& mask, const TileScan& scan, cons
 
 struct RankNeeds {
   std::vector<int32_t> begins;  // [num_ranks + 1] into runs
-  std::vector<Run> runs;  // key rows, ascending and disjoint within a rank; own rows included
+  std::vector<Run> runs;        // key rows, ascending and disjoint within a rank; own rows included
 };
 
 // Key rows that each rank's chunks see. Holes shorter than `coalesce_rows` are filled: sending them along

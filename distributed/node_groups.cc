@@ -299,6 +299,40 @@ class NodeDescent {
   Grouping& grouping_;
 };
 
+// --- from nodes to ranks ------------------------------------------------------------------------
+
+struct Assignment {
+  std::vector<int32_t> ranks;  // [num_chunks]
+  double finish;
+};
+
+// Balances inside each node, then trades between ranks of any nodes.
+Assignment to_ranks(const NodeProblem& problem, const std::vector<Node>& nodes, Grouping& grouping,
+                    const BalanceOptions& options, double bound, int64_t max_steps) {
+  Assignment found{std::vector<int32_t>(problem.num_chunks()), 0};
+  std::vector<std::vector<int32_t>> chunks_of_node(nodes.size());
+  for (int32_t chunk = 0; chunk < problem.num_chunks(); ++chunk) {
+    chunks_of_node[grouping.node_of(chunk)].push_back(chunk);
+  }
+  for (size_t node = 0; node < nodes.size(); ++node) {
+    const std::vector<int32_t>& chunks = chunks_of_node[node];
+    BalanceProblem inside;
+    for (int32_t chunk : chunks) inside.weights.push_back(problem.weights[chunk]);
+    for (int32_t rank : nodes[node].ranks) {
+      inside.capacity.push_back(problem.capacity[rank]);
+      inside.speed.push_back(problem.speed[rank]);
+    }
+    const Balance result = balance(inside, options);
+    for (size_t i = 0; i < chunks.size(); ++i)
+      found.ranks[chunks[i]] = nodes[node].ranks[result.ranks[i]];
+  }
+  RankExchange exchange(problem, grouping, found.ranks);
+  exchange.even_out(bound * (1 + options.target_gap), grouping.steps() + max_steps / 2);
+  exchange.cut_traffic(grouping.steps() + max_steps / 2);
+  found.finish = exchange.latest_finish();
+  return found;
+}
+
 }  // namespace
 
 Balance balance_by_node(const NodeProblem& problem, const std::vector<Need>& needs,
@@ -327,37 +361,9 @@ Balance balance_by_node(const NodeProblem& problem, const std::vector<Need>& nee
     }
   }
   grouping.load(best);
-
-  std::vector<int32_t> ranks(problem.num_chunks());
-  for (int32_t node = 0; node < int32_t(nodes.size()); ++node) {
-    BalanceProblem inside;
-    std::vector<int32_t> chunks;
-    for (int32_t chunk = 0; chunk < problem.num_chunks(); ++chunk) {
-      if (best[chunk] == node) chunks.push_back(chunk);
-    }
-    for (int32_t chunk : chunks) inside.weights.push_back(problem.weights[chunk]);
-    for (int32_t rank : nodes[node].ranks) {
-      inside.capacity.push_back(problem.capacity[rank]);
-      inside.speed.push_back(problem.speed[rank]);
-    }
-    const Balance result = balance(inside, options);
-    for (size_t i = 0; i < chunks.size(); ++i)
-      ranks[chunks[i]] = nodes[node].ranks[result.ranks[i]];
-  }
-
-  const BalanceProblem whole{problem.weights, problem.capacity, problem.speed};
-  const double bound = lower_bound(whole);
-  RankExchange exchange(problem, grouping, ranks);
-  exchange.even_out(bound * (1 + options.target_gap), grouping.steps() + max_steps / 6);
-  exchange.cut_traffic(grouping.steps() + max_steps / 6);
-  std::vector<Load> loads(problem.num_ranks());
-  for (int32_t chunk = 0; chunk < problem.num_chunks(); ++chunk)
-    loads[ranks[chunk]] += problem.weights[chunk];
-  double finish = 0;
-  for (int32_t rank = 0; rank < problem.num_ranks(); ++rank) {
-    finish = std::max(finish, double(loads[rank]) / problem.speed[rank]);
-  }
-  return {ranks, finish, bound};
+  const double bound = lower_bound({problem.weights, problem.capacity, problem.speed});
+  const Assignment found = to_ranks(problem, nodes, grouping, options, bound, max_steps / 3);
+  return {found.ranks, found.finish, bound};
 }
 
 }  // namespace fm3::planner

@@ -7,7 +7,7 @@
 namespace fm3::planner {
 namespace {
 
-constexpr size_t kTradesVerified = 16;  // trades whose traffic is computed exactly
+constexpr size_t kTradesVerified = 16;   // trades whose traffic is computed exactly
 constexpr int64_t kWorthwhileRows = 64;  // less saved traffic is not worth a trade
 
 }  // namespace

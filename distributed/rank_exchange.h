@@ -17,6 +17,8 @@ class RankExchange {
   // Trades between nodes that lower their slow rows and delay no rank beyond the latest one.
   void cut_traffic(int64_t last_step);
 
+  double latest_finish() const;
+
  private:
   struct Trade {
     double gain_us;
@@ -28,7 +30,6 @@ class RankExchange {
   };
 
   double finish(int32_t rank) const { return double(loads_[rank]) / problem_.speed[rank]; }
-  double latest_finish() const;
   bool trade_best(int32_t rank);
   void consider(int32_t rank, int32_t other, int32_t mine, int32_t theirs, double before,
                 std::vector<Trade>& best) const;
@@ -40,9 +41,9 @@ class RankExchange {
 
   const NodeProblem& problem_;
   Grouping& grouping_;
-  std::vector<int32_t>& ranks_;  // [num_chunks]
+  std::vector<int32_t>& ranks_;               // [num_chunks]
   std::vector<std::vector<int32_t>> chunks_;  // [num_ranks]
-  std::vector<Load> loads_;  // [num_ranks]
+  std::vector<Load> loads_;                   // [num_ranks]
 };
 
 }  // namespace fm3::planner

@@ -26,8 +26,8 @@ class OwnRows {
 
  private:
   const RouteProblem& problem_;
-  std::vector<int32_t> first_;  // [num_chunks]
-  std::vector<int32_t> count_;  // [num_ranks]
+  std::vector<int32_t> first_;                // [num_chunks]
+  std::vector<int32_t> count_;                // [num_ranks]
   std::vector<std::vector<int32_t>> chunks_;  // [num_ranks] ascending
 };
 

@@ -13,7 +13,7 @@ namespace fm3::planner {
 struct TileScan {
   int32_t num_planes, num_k_tiles;
   std::vector<int32_t> visible_begins, clear_begins;  // [num_planes * num_k_tiles + 1] into runs
-  std::vector<Run> visible, clear;  // sorted and disjoint within one tile
+  std::vector<Run> visible, clear;                    // sorted and disjoint within one tile
 
   int64_t num_tiles() const { return int64_t(num_planes) * num_k_tiles; }
 };

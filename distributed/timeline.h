@@ -9,15 +9,15 @@
 namespace fm3::planner {
 
 struct Link {
-  double latency_us;   // of one message
-  double us_per_row;   // K and V (or dK and dV) of one row, one direction of one rank's link
+  double latency_us;  // of one message
+  double us_per_row;  // K and V (or dK and dV) of one row, one direction of one rank's link
 };
 
 struct TimelineProblem {
   const std::vector<Transfer>* transfers;
   std::vector<int32_t> node_of_rank;  // [num_ranks]
   int32_t num_stages;
-  std::vector<int32_t> stage_rows;    // [num_ranks, num_stages + 2]
+  std::vector<int32_t> stage_rows;   // [num_ranks, num_stages + 2]
   std::vector<int32_t> stage_place;  // [num_stages + 1] when a stage's turn comes; 0 for stage 0
   std::vector<int32_t>
       step_stages;  // [num_steps] stage that the step waits for, and all with an earlier turn

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +59,28 @@ class CostModel:
             raise ValueError(f"CostModel: h_kv={self.h_kv} must divide h_q={self.h_q}")
         if min(self.fwd_tflops, self.bwd_tflops, self.partial_tile_cost) <= 0:
             raise ValueError(f"CostModel: rates and partial_tile_cost must be > 0: {self}")
+
+    @classmethod
+    def from_records(cls, records: Iterable[Mapping[str, Any]], **fields: Any) -> CostModel:
+        """Measured kernel rates: fm3's longest ``*_full`` case in bf16 among lines of ``results/attention_gpu*``, the
+        newest line of each direction. ``fields`` are CostModel's own.
+
+        Raises:
+            ValueError: a direction has no such line.
+        """
+        rates: dict[str, tuple[tuple[int, str], float]] = {}
+        for line in records:
+            is_usable = (
+                line.get("bench") == "attention" and line.get("impl") == "fm3" and line.get("refcheck") != "fail"
+            )
+            if not is_usable or line["dtype"] != "bfloat16" or not line["case"].endswith("_full"):
+                continue
+            found = ((line["s_q"], line["date"]), float(line["tflops_block"]))
+            rates[line["phase"]] = max(rates.get(line["phase"], found), found)
+        missing = [phase for phase in ("fwd", "bwd") if phase not in rates]
+        if missing:
+            raise ValueError(f"CostModel.from_records: no fm3 bfloat16 line of a *_full case for {', '.join(missing)}")
+        return cls(**({"fwd_tflops": rates["fwd"][1], "bwd_tflops": rates["bwd"][1]} | fields))
 
     @property
     def row_bytes(self) -> int:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from ortools.sat.python import cp_model
@@ -83,6 +85,20 @@ def test_small_even_problems_reach_the_optimum() -> None:
         weights = rng.integers(1, 200, 16)
         result = balance_chunks(weights, 4)
         assert result.finish == exact_finish(weights, [4] * 4, [1.0] * 4)
+
+
+@pytest.mark.parametrize("kappa", [4, 5, 6, 8])
+def test_two_ranks_are_split_exactly(kappa: int) -> None:
+    """Two ranks are one exact split: subsets one by one up to ten chunks, meet in the middle beyond."""
+    rng = np.random.default_rng(kappa)
+    left = np.array(list(itertools.combinations(range(2 * kappa), kappa)))  # [subsets, kappa]
+    for speeds in ([1.0, 1.0], [1.0, 0.75]):
+        for _ in range(15):
+            weights = rng.integers(1, 100_000, 2 * kappa)
+            load = weights[left].sum(axis=1)
+            best = np.maximum(load / speeds[0], (weights.sum() - load) / speeds[1]).min()
+            result = balance_chunks(weights, 2, speeds=speeds, effort=SearchEffort(max_triples=0))
+            assert result.finish == pytest.approx(best, abs=1e-9)
 
 
 @pytest.mark.parametrize("shape", [(64, 8, 200), (128, 16, 200)])

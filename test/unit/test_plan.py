@@ -147,6 +147,23 @@ def test_errors() -> None:
         replace(plan(), gather=np.zeros((1, 7), np.int32))
 
 
+def test_cost_model_from_measured_rates() -> None:
+    line = {"bench": "attention", "impl": "fm3", "dtype": "bfloat16", "refcheck": "pass", "date": "2026-01-01"}
+    records = [
+        line | {"case": "32k_full", "s_q": 32768, "phase": "fwd", "tflops_block": 600.0},
+        line | {"case": "8k_full", "s_q": 8192, "phase": "fwd", "tflops_block": 900.0},
+        line | {"case": "32k_full", "s_q": 32768, "phase": "bwd", "tflops_block": 400.0},
+        line | {"case": "32k_full", "s_q": 32768, "phase": "bwd", "tflops_block": 450.0, "date": "2026-01-02"},
+        line
+        | {"case": "32k_full", "s_q": 32768, "phase": "bwd", "tflops_block": 999.0, "refcheck": "fail", "date": "2027"},
+        line | {"case": "32k_window", "s_q": 32768, "phase": "fwd", "tflops_block": 1.0},
+    ]
+    cost = CostModel.from_records(records, h_q=32, h_kv=4)
+    assert (cost.fwd_tflops, cost.bwd_tflops, cost.h_q) == (600.0, 450.0, 32)
+    with pytest.raises(ValueError, match="no fm3 bfloat16 line of a \\*_full case for bwd"):
+        CostModel.from_records(records[:2])
+
+
 # --- cache ---------------------------------------------------------------------------------------
 
 

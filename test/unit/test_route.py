@@ -125,6 +125,20 @@ def test_every_row_arrives_once_and_gradients_count_each_rank_once(is_hierarchic
         assert len(set(crossings)) <= (topology.num_nodes - 1) * s
 
 
+def test_long_ranges_are_fetched_in_pieces_by_different_members() -> None:
+    mask = builders.full(4096)
+    partition = Partition((0, 1000, 2048, 3072, 4096), (0, 1, 2, 3), 4)
+    topology = Topology((0, 0, 1, 1))
+    needs = route.needs_of_all(partition)
+    plan = plan_for(mask, partition, topology, needs, is_hierarchical=True, num_stages=3, piece_rows=200)
+    assert (execute(plan, mask).dk == 4).all()
+    received = np.zeros(4, int)
+    for transfer in plan.transfers():
+        if (transfer.src_rank < 2) != (transfer.dst_rank < 2):
+            received[transfer.dst_rank] += transfer.num_rows
+    assert received.sum() == 4096 and np.abs(received - 1024).max() <= 256
+
+
 def test_slow_rows_are_shared_among_the_members_of_a_node() -> None:
     mask = builders.full(8192)
     plan = build_plan(mask, 8, topology=Topology.uniform(8, 4), options=PlanOptions(num_stages=2))
