@@ -30,6 +30,7 @@ import numpy as np  # noqa: E402
 from demo_parts import report, text  # noqa: E402
 
 from paddle_fm3.distributed.partition import contiguous_partition, dual_chunk_partition  # noqa: E402
+from paddle_fm3.testing import bench  # noqa: E402
 from paddle_fm3.testing.processes import kill_tree  # noqa: E402
 
 PARTITIONS = {"dual_chunk": dual_chunk_partition, "contiguous": contiguous_partition}
@@ -56,6 +57,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--no-compare", action="store_true", help="skip the run on 1 rank")
     parser.add_argument("--json", metavar="FILE", help="append one `training` JSON line to this file")
     arguments = parser.parse_args()
+    if arguments.hidden_size % 64 or arguments.hidden_size < 64:
+        parser.error("--hidden-size must be a multiple of 64")
+    if arguments.json and (arguments.no_compare or arguments.ranks == 1):
+        parser.error("--json records a checked run: it needs --ranks above 1 and no --no-compare")
     for name, lowest in (("ranks", 1), ("steps", 2), ("seq_length", 128), ("batch_size", 1), ("experts", 2)):
         if getattr(arguments, name) < lowest:
             parser.error(f"--{name.replace('_', '-')} must be at least {lowest}")
@@ -239,7 +244,6 @@ def finish(
         )
     )
     summary = {
-        "kind": "training",
         "ranks": ranks,
         "strategy": arguments.strategy,
         "seq_length": arguments.seq_length,
@@ -259,7 +263,9 @@ def finish(
         exit_code = compare(metrics, single, ranks, summary)
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     if arguments.json:
-        append_record(Path(arguments.json), summary)
+        identity = bench.RunIdentity.of_this_process(bench.cpu_name())
+        line = bench.record(identity, "training", "paddle_fm3", refcheck=summary["is_agreed"], **summary)
+        bench.append_records(arguments.json, [line])
     print(f"\nfiles: {os.path.relpath(run_dir)}/ (demo.png, metrics, logs)\nrepeat: {command}")
     return exit_code
 
@@ -283,12 +289,6 @@ def compare(metrics: list[dict[str, Any]], single: list[dict[str, Any]], ranks: 
     summary["agreement"] = {field: difference for field, (difference, _) in differences.items()}
     summary["is_agreed"] = is_agreed
     return 0 if is_agreed else 1
-
-
-def append_record(path: Path, summary: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as lines:
-        lines.write(json.dumps(summary) + "\n")
 
 
 if __name__ == "__main__":

@@ -71,10 +71,14 @@ def _file(path: Path, content: str) -> Path:
     return path.parent
 
 
-def test_bad_option_is_named() -> None:
-    result = run_demo("--steps", "1")
+@pytest.mark.parametrize(
+    "option, words",
+    [(("--steps", "1"), "--steps must be at least 2"), (("--hidden-size", "100"), "must be a multiple of 64")],
+)
+def test_bad_option_is_named(option: tuple[str, str], words: str) -> None:
+    result = run_demo(*option)
     assert result.returncode == 2
-    assert "--steps must be at least 2" in result.stderr
+    assert words in result.stderr
 
 
 def test_packs_are_full_and_hold_whole_documents(tmp_path: Path) -> None:
@@ -154,7 +158,8 @@ def test_whole_run(tmp_path: Path) -> None:
         assert all(0 < record["attention_s"] < record["step_s"] for record in metrics)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["is_agreed"] and 0 < summary["tiles_skipped"] < 1 and summary["documents_per_sequence"] > 2
-    assert json.loads((tmp_path / "results" / "training.jsonl").read_text())["kind"] == "training"
+    line = json.loads((tmp_path / "results" / "training.jsonl").read_text())
+    assert (line["bench"], line["refcheck"], line["ranks"]) == ("training", "pass", 2)
     assert (run_dir / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert "agrees" in result.stdout and "DIFFERS" not in result.stdout
     command = (run_dir / "command.txt").read_text()
