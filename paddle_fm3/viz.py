@@ -106,7 +106,7 @@ def draw_rank_load(
     mean = float(values.mean()) if len(values) else 0.0
     imbalance = float(values.max()) / mean - 1 if mean > 0 else 0.0
     axes.axhline(mean, color=_MARK_COLOUR, linestyle="--", linewidth=1)
-    axes.set(xlabel="rank", ylabel=unit, title=f"{title} (max {imbalance:+.1%} above mean)")
+    axes.set(xlabel="rank", ylabel=unit, title=f"{title}\nheaviest {imbalance:+.1%} against the mean")
     if len(values) <= 32:
         axes.set_xticks(np.arange(len(values)))
 

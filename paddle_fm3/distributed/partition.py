@@ -32,7 +32,7 @@ class Partition:
             raise ValueError(f"Partition: num_ranks={self.num_ranks} must be >= 1")
         if len(begins) != len(ranks) + 1:
             raise ValueError(f"Partition: {len(ranks)} chunks need {len(ranks) + 1} begins, got {len(begins)}")
-        if begins[0] != 0 or any(begin >= end for begin, end in zip(begins, begins[1:])):
+        if begins[0] != 0 or any(begin >= end for begin, end in zip(begins, begins[1:], strict=False)):
             raise ValueError(f"Partition: chunk_begins_global={begins} must ascend strictly from 0")
         for chunk_id, rank in enumerate(ranks):
             if not 0 <= rank < self.num_ranks:
