@@ -133,7 +133,7 @@ def test_drawn_values_are_the_given_ones(tmp_path):
     assert left.lines[0].get_xdata().tolist() == [1, 2] and left.get_legend() is not None
     assert middle.lines[0].get_ydata().tolist() == [5.0, 4.0, 3.0] and middle.get_legend() is None
     assert [bar.get_height() for bar in right.patches] == [1.0, 3.0]
-    assert "max +50.0% above mean" in right.get_title()
+    assert "heaviest +50.0% against the mean" in right.get_title()
     assert viz.save(figure, tmp_path / "all.png").stat().st_size > 1000
     viz.draw_rank_load(viz.new_figure(1)[1][0], [])
 
