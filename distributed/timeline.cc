@@ -48,7 +48,7 @@ void for_each_group(std::vector<Message>& messages, const Function& function) {
   }
 }
 
-// Each rank has one sender and one receiver on each of the two links; a message holds one of each.
+// Each rank has one sender and one receiver on each of the two links.
 class Links {
  public:
   Links(const TimelineProblem& problem, double row_factor)
@@ -56,28 +56,38 @@ class Links {
     for (auto* free_at : {&fast_out_, &fast_in_, &slow_out_, &slow_in_})
       free_at->assign(problem.num_ranks(), 0);
   }
-  // Messages of one group take the links in the order in which they are ready.
+  // Senders take their messages of one group in the order in which they are ready; receivers in the order in which
+  // they were sent. The two ends do not block each other: the network between them holds what is under way.
   template <typename ReadyUs>
   void send_all(Message* first, Message* last, const ReadyUs& ready_us) {
+    const auto by_begin = [](const Message& x, const Message& y) {
+      return x.begin_us < y.begin_us;
+    };
     for (Message* message = first; message != last; ++message)
       message->begin_us = ready_us(*message);
-    std::stable_sort(first, last,
-                     [](const Message& x, const Message& y) { return x.begin_us < y.begin_us; });
-    for (Message* message = first; message != last; ++message) send(*message, message->begin_us);
+    std::stable_sort(first, last, by_begin);
+    for (Message* message = first; message != last; ++message) {
+      double& out = (is_slow(*message) ? slow_out_ : fast_out_)[message->src_rank];
+      message->begin_us = std::max(message->begin_us, out);
+      out = message->begin_us + busy_us(*message);
+    }
+    std::stable_sort(first, last, by_begin);
+    for (Message* message = first; message != last; ++message) {
+      double& in = (is_slow(*message) ? slow_in_ : fast_in_)[message->dst_rank];
+      in = std::max(message->begin_us, in) + busy_us(*message);
+      message->end_us = in + link(*message).latency_us;
+    }
   }
 
  private:
-  void send(Message& message, double ready_us) {
-    const bool is_slow =
-        problem_.node_of_rank[message.src_rank] != problem_.node_of_rank[message.dst_rank];
-    double& out = (is_slow ? slow_out_ : fast_out_)[message.src_rank];
-    double& in = (is_slow ? slow_in_ : fast_in_)[message.dst_rank];
-    const Link& link = is_slow ? problem_.slow : problem_.fast;
-    message.begin_us = std::max({ready_us, out, in});
-    const double busy_until =
-        message.begin_us + double(message.num_rows) * link.us_per_row * row_factor_;
-    message.end_us = busy_until + link.latency_us;
-    out = in = busy_until;
+  bool is_slow(const Message& message) const {
+    return problem_.node_of_rank[message.src_rank] != problem_.node_of_rank[message.dst_rank];
+  }
+  const Link& link(const Message& message) const {
+    return is_slow(message) ? problem_.slow : problem_.fast;
+  }
+  double busy_us(const Message& message) const {
+    return double(message.num_rows) * link(message).us_per_row * row_factor_;
   }
 
   const TimelineProblem& problem_;
