@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """When would each rank do what? Plays a CpPlan on alpha-beta links and kernel rates; draws each rank's timeline.
 
-The model: a rank has one sender and one receiver on the fast link and on the slow link; each is busy for a message's
-rows, and it arrives a latency later. A relay starts when all of the stage's rows have reached the relaying rank, so
-one stage's slow and fast hops do not overlap (those of different stages do). A compute step runs at the cost model's rate for the tiles
-that its own local mask visits. Compute that overlaps transfers is slowed by `overlap_slowdown`, for what the
-transfers take from it. Nothing else of a training step is in it.
+The model: a rank has one sender and one receiver on the fast link and on the slow link; each is busy for a
+message's rows, and the message arrives a latency later. A relay starts when all of the stage's rows have reached the
+relaying rank, so one stage's slow and fast hops do not overlap (those of different stages do). A compute step runs at
+the cost model's rate for the tiles that its own local mask visits. Compute that overlaps transfers is slowed by
+`overlap_slowdown`, for what the transfers take from it. Nothing else of a training step is in it.
 """
 
 from __future__ import annotations
