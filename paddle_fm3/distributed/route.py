@@ -60,10 +60,12 @@ def needs_of_mask(scan: MaskScan, partition: Partition, *, coalesce_rows: int = 
     (1 fills none). With a block_mask, whole tiles of 128 rows.
 
     Raises:
-        ValueError: coalesce_rows < 1.
+        ValueError: coalesce_rows < 1, or the scan's chunks are not the partition's.
     """
     if coalesce_rows < 1:
         raise ValueError(f"needs_of_mask: coalesce_rows={coalesce_rows} must be >= 1")
+    if tuple(scan.chunk_begins_global.tolist()) != partition.chunk_begins_global:
+        raise ValueError("needs_of_mask: the scan was made for other chunks than the partition's")
     align_rows = 1 if scan.mask.block_mask is None else BLOCK_MASK_TILE
     owners = np.asarray(partition.chunk_ranks, np.int32)
     return RankNeeds(*scan.native.rank_needs(owners, partition.num_ranks, coalesce_rows, align_rows))
@@ -95,6 +97,11 @@ def route_needs(
     """
     if num_stages < 1 or piece_rows < 1:
         raise ValueError(f"route_needs: num_stages={num_stages} and piece_rows={piece_rows} must be >= 1")
+    if len(needs.begins) != partition.num_ranks + 1 or topology.num_ranks != partition.num_ranks:
+        raise ValueError(
+            f"route_needs: needs of {len(needs.begins) - 1} ranks, a topology of {topology.num_ranks}, a partition of "
+            f"{partition.num_ranks}"
+        )
     # Pieces keep whole tiles where ranges do: a block_mask must not be cut.
     piece_rows = -(-piece_rows // BLOCK_MASK_TILE) * BLOCK_MASK_TILE
     arrays = planner().route(

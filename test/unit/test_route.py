@@ -204,5 +204,9 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="coalesce_rows=0"):
         scan = scan_mask(builders.full(10), np.array([0, 10], np.int32))
         route.needs_of_mask(scan, partition, coalesce_rows=0)
+    with pytest.raises(ValueError, match="made for other chunks"):
+        route.needs_of_mask(scan, Partition((0, 5, 10), (0, 0), 1))
+    with pytest.raises(ValueError, match="needs of 1 ranks, a topology of 2"):
+        route.route_needs(needs, partition, Topology((0, 0)), is_hierarchical=True, is_overlapped=True, num_stages=1)
     with pytest.raises(ValueError, match="every node index"):
         Topology((0, 2))
