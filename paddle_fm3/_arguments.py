@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from paddle_fm3.mask.column_mask import BLOCK_MASK_TILE, BOUND_FORMS
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ def check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
         ("key", key, "[b, s_k, h_kv, d_qk]"),
         ("value", value, "[b, s_k, h_kv, d_v]"),
     ):
+        _check_is_tensor(name, tensor)
         if len(tensor.shape) != 4:
             raise ValueError(f"{_WHO}: {name}.shape is {list(tensor.shape)}; expected {axes}")
     if _differ(query.shape[0], key.shape[0]) or _differ(query.shape[0], value.shape[0]):
@@ -67,8 +70,8 @@ def check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def check_indices(indices: Tensor, query: Tensor, key: Tensor, causal: bool) -> None:
     name = "startend_row_indices"
-    shape = list(indices.shape)
     _check_mask_tensor(name, indices, "[b, h_mask, s_k, n]", query, key)
+    shape = list(indices.shape)
     if _differ(shape[2], key.shape[1]):
         raise ValueError(f"{_WHO}: {name}.shape is {shape}; its third axis must be s_k={key.shape[1]}")
     if (bool(causal), shape[3]) not in BOUND_FORMS:
@@ -80,8 +83,8 @@ def check_indices(indices: Tensor, query: Tensor, key: Tensor, causal: bool) -> 
 
 def check_block_mask(block_mask: Tensor, query: Tensor, key: Tensor, indices: Tensor | None) -> None:
     name = "block_mask"
-    shape = list(block_mask.shape)
     _check_mask_tensor(name, block_mask, "[b, h_mask, ceil(s_q/128), ceil(s_k/128)]", query, key)
+    shape = list(block_mask.shape)
     if indices is not None and _differ(shape[1], indices.shape[1]):
         raise ValueError(
             f"{_WHO}: {name}.shape is {shape}; its second axis must be h_mask={indices.shape[1]} as in "
@@ -121,17 +124,33 @@ def window_sides(window_size: int | tuple[int, int], indices: Tensor | None) -> 
             f"{_WHO}: window_size and startend_row_indices exclude each other; put the window into the "
             "indices (paddle_fm3.mask builds them)"
         )
-    sides = (window_size, window_size) if isinstance(window_size, int) else tuple(window_size)
-    if len(sides) != 2 or not all(isinstance(side, int) and side >= 0 for side in sides):
+    sides = tuple(window_size) if isinstance(window_size, (tuple, list)) else (window_size, window_size)
+    if len(sides) != 2 or not all(isinstance(side, (int, np.integer)) and side >= 0 for side in sides):
         raise ValueError(
             f"{_WHO}: window_size={window_size!r}; expected an int >= 0 or a pair (left, right) of them; "
             "None means no window"
         )
     # A side beyond every length hides nothing; held where adding it to a row stays inside int32.
-    return tuple(min(side, 2**30) for side in sides)
+    return min(int(sides[0]), 2**30), min(int(sides[1]), 2**30)
+
+
+def default_scale(query: Tensor) -> float:
+    d_qk = query.shape[3]
+    if d_qk < 0:
+        raise ValueError(
+            f"{_WHO}: query.shape is {list(query.shape)}, d_qk not known while the graph is built; pass softmax_scale, "
+            "or put d_qk into the InputSpec"
+        )
+    return max(d_qk, 1) ** -0.5  # no features: every score is 0, whatever the factor
+
+
+def _check_is_tensor(name: str, value: object) -> None:
+    if value is None or isinstance(value, (np.ndarray, np.generic, int, float, str, tuple, list)):
+        raise TypeError(f"{_WHO}: {name} is a {type(value).__name__}; expected a paddle.Tensor")
 
 
 def _check_mask_tensor(name: str, mask: Tensor, axes: str, query: Tensor, key: Tensor) -> None:
+    _check_is_tensor(name, mask)
     shape = list(mask.shape)
     if _dtype_name(mask) != "int32":
         raise TypeError(f"{_WHO}: {name}.dtype is {_dtype_name(mask)}; expected int32")

@@ -91,7 +91,8 @@ def flashmask_attention(
         )
     if window_size is not None:
         left, right = _arguments.window_sides(window_size, startend_row_indices)
-        startend_row_indices = _window_indices(query, key, left, right, causal)
+        h_mask = 1 if block_mask is None or len(block_mask.shape) != 4 else _size(block_mask, 1)
+        startend_row_indices = _window_indices(query, key, left, right, causal, h_mask)
     if startend_row_indices is not None:
         _arguments.check_indices(startend_row_indices, query, key, causal)
     if block_mask is not None:
@@ -104,7 +105,7 @@ def flashmask_attention(
     _native.load_op()
     out, lse = _run_op(
         *_on_one_mesh(query, key, value, indices, block_mask),
-        float(query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale),
+        float(_arguments.default_scale(query) if softmax_scale is None else softmax_scale),
         bool(causal),
         _is_deterministic(deterministic),
     )
@@ -192,15 +193,15 @@ def _size(tensor: Tensor, axis: int):
     return size if size >= 0 else paddle.shape(tensor)[axis].astype("int32")
 
 
-def _window_indices(query: Tensor, key: Tensor, left: int, right: int, causal: bool) -> Tensor:
-    """The window as [b, 1, s_k, n]: key k is seen by rows k - shift - right ... k - shift + left."""
+def _window_indices(query: Tensor, key: Tensor, left: int, right: int, causal: bool, h_mask: int = 1) -> Tensor:
+    """The window as [b, h_mask, s_k, n]: key k is seen by rows k - shift - right ... k - shift + left."""
     b, s_q, s_k = _size(query, 0), _size(query, 1), _size(key, 1)  # int, or 0-D int32
     diagonal = paddle.arange(s_k, dtype="int32") - (s_k - s_q)  # [s_k] row that key k is the last key of
     zero, end = paddle.zeros_like(diagonal), paddle.zeros_like(diagonal) + s_q  # [s_k], [s_k]
     begin = paddle.minimum(paddle.maximum(diagonal + (left + 1), zero), end)  # [s_k]
     columns = [begin] if causal else [begin, paddle.minimum(paddle.maximum(diagonal - right, zero), end)]
     indices = paddle.stack(columns, axis=-1).astype("int32")  # [s_k, n]
-    return paddle.tile(indices.unsqueeze([0, 1]), [b, 1, 1, 1])  # [b, 1, s_k, n]
+    return paddle.tile(indices.unsqueeze([0, 1]), [b, h_mask, 1, 1])  # [b, h_mask, s_k, n]
 
 
 # A mask is reused by every layer and step; its tensors are made once a place.

@@ -4,16 +4,10 @@
 #include <limits>
 #include <sstream>
 
+#include "errors.h"
+
 namespace fm3::binding {
 namespace {
-
-template <typename... Parts>
-[[noreturn]] void fail(const Parts&... parts) {
-  std::ostringstream text;
-  text << "fm3_attention: ";
-  (text << ... << parts);
-  PD_THROW(text.str());
-}
 
 void check_rank4(const char* name, const paddle::Tensor& tensor, const char* wanted) {
   const std::vector<int64_t> dims = tensor.shape();

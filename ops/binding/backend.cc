@@ -4,6 +4,7 @@
 #include <cstring>
 #include <sstream>
 
+#include "errors.h"
 #include "fm3/c_api.h"
 
 #if defined(PADDLE_WITH_CUDA) && defined(FM3_WITH_SM90)
@@ -29,7 +30,7 @@ void fill_zero_on_stream(void* data, size_t num_bytes, void* stream) {
   const cudaError_t error =
       cudaMemsetAsync(data, 0, num_bytes, static_cast<cudaStream_t>(stream));
   if (error != cudaSuccess) {
-    PD_THROW("fm3_attention: cudaMemsetAsync failed: ", cudaGetErrorString(error));
+    fail("cudaMemsetAsync failed: ", cudaGetErrorString(error));
   }
 }
 
@@ -47,7 +48,7 @@ const Backend& backend_for(const paddle::Tensor& tensor) {
   if (tensor.is_gpu()) return kSm90;
 #endif
   std::ostringstream text;
-  text << "fm3_attention: no kernels are built for tensors on " << tensor.place()
+  text << "no kernels are built for tensors on " << tensor.place()
        << "; this build serves cpu"
 #ifdef FM3_BINDING_SM90
        << " and gpu"
@@ -55,7 +56,7 @@ const Backend& backend_for(const paddle::Tensor& tensor) {
        << ". For a Hopper GPU build with -DFM3_CUDA=ON against a GPU build of Paddle"
 #endif
       ;
-  PD_THROW(text.str());
+  fail(text.str());
 }
 
 void* stream_of(const paddle::Tensor& tensor) {
@@ -68,12 +69,12 @@ void* stream_of(const paddle::Tensor& tensor) {
 
 void check_status(const Backend& backend, const char* what, int32_t status) {
   if (status == static_cast<int32_t>(Status::kOk)) return;
-  PD_THROW("fm3_attention: the ", backend.name, " ", what, " refused: ", backend.last_error());
+  fail("the ", backend.name, " ", what, " refused: ", backend.last_error());
 }
 
 void check_served(const Backend& backend, const char* what, int64_t workspace_bytes) {
   if (workspace_bytes >= 0) return;
-  PD_THROW("fm3_attention: the ", backend.name, " ", what, " refused: ", backend.last_error());
+  fail("the ", backend.name, " ", what, " refused: ", backend.last_error());
 }
 
 paddle::Tensor workspace(int64_t num_bytes, const paddle::Tensor& like) {

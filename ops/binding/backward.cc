@@ -3,6 +3,7 @@
 
 #include "arguments.h"
 #include "backend.h"
+#include "errors.h"
 #include "tensors.h"
 
 namespace fm3::binding {
@@ -19,8 +20,8 @@ std::vector<paddle::Tensor> attention_backward(
     const paddle::Tensor& maybe_dlse,  // [b, h_q, s_q]
     float softmax_scale, bool is_causal, bool is_deterministic) {
   if (!q.defined() || !out.defined()) {
-    PD_THROW("fm3_attention: a second backward() through one graph, whose saved tensors are gone; "
-             "pass retain_graph=True to the first");
+    fail("a second backward() through one graph, whose saved tensors are gone; "
+         "pass retain_graph=True to the first");
   }
   const paddle::Tensor dense_q = contiguous(q), dense_k = contiguous(k), dense_v = contiguous(v);
   const paddle::Tensor dense_bounds = contiguous(bounds), dense_block_mask = contiguous(block_mask);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "errors.h"
 #include "paddle/extension.h"
 
 namespace fm3::binding {
@@ -15,8 +16,7 @@ using Dims = std::vector<int64_t>;
 inline std::vector<Dims> infer_forward_shape(const Dims& q, const Dims&, const Dims& v, const Dims&,
                                              const Dims&) {
   if (q.size() != 4 || v.size() != 4) {
-    PD_THROW("fm3_attention: q and v have ", q.size(), " and ", v.size(),
-             " axes; expected 4, [b, s, h, d]");
+    fail("q and v have ", q.size(), " and ", v.size(), " axes; expected 4, [b, s, h, d]");
   }
   return {{q[0], q[1], q[2], v[3]}, {q[0], q[2], q[1]}};
 }

@@ -51,6 +51,13 @@ REFUSALS = {
     "dropout": (ValueError, "dropout=0.1 while training is not supported; pass dropout=0.0", tensors(), {"dropout": 0.1}),
     "seed offset": (ValueError, "return_seed_offset belong to dropout", tensors(), {"return_seed_offset": True}),
     "fixed seed": (ValueError, "belong to dropout", tensors(), {"fixed_seed_offset": paddle.zeros([2])}),
+    "no query": (TypeError, "query is a NoneType; expected a paddle.Tensor", (None, *tensors()[1:]), {}),
+    "NumPy key": (TypeError, "key is a ndarray; expected a paddle.Tensor", (tensors()[0], tensors()[1].numpy(), tensors()[2]), {}),
+    "NumPy indices": (TypeError, "startend_row_indices is a ndarray; expected a paddle.Tensor",
+                      (*tensors(), indices().numpy()), {"causal": True}),
+    "number for block_mask": (TypeError, "block_mask is a int; expected a paddle.Tensor", tensors(), {"block_mask": 1}),
+    "fractional window": (ValueError, "window_size=2.5; expected an int >= 0", tensors(), {"window_size": 2.5}),
+    "scale": (ValueError, "softmax_scale=nan; must be finite", tensors(), {"softmax_scale": float("nan")}),
     "q rank": (ValueError, "query.shape is [6, 4, 8]; expected [b, s_q, h_q, d_qk]", (tensors()[0][0], *tensors()[1:]), {}),
     "v rank": (ValueError, "value.shape is [8, 2, 8]; expected [b, s_k, h_kv, d_v]", (*tensors()[:2], tensors()[2][0]), {}),
     "batch": (ValueError, "have b=[2, 3, 3]", (tensors()[0], *tensors(b=3)[1:]), {}),
@@ -124,7 +131,7 @@ OP_REFUSALS = {
 def test_refusal_of_the_op_itself(name):
     """A graph built with unknown sizes meets the values only here."""
     message, arguments, causal = OP_REFUSALS[name]
-    with pytest.raises(Exception, match="fm3_attention: .*" + re.escape(message)) as raised:
+    with pytest.raises(ValueError, match="fm3_attention: .*" + re.escape(message)) as raised:
         _C_ops._run_custom_op(_native.load_op(), *arguments, 1.0, causal, False)
     assert "ops/binding" in str(raised.value) and "/ops/binding" not in str(raised.value), "names the build folder"
 
@@ -134,6 +141,20 @@ def test_options_without_effect_are_accepted():
     expected = flashmask_attention(q, k, v)
     for options in ({"training": False}, {"dropout": 0.5, "training": False}, {"name": "x"}, {"rng_name": "y"}):
         np.testing.assert_array_equal(flashmask_attention(q, k, v, **options).numpy(), expected.numpy())
+
+
+def test_window_of_each_block_mask_head():
+    q, k, v = (paddle.randn(x.shape) for x in tensors())
+    tiles = paddle.to_tensor([[[[1]], [[0]]]] * 2, "int32")  # [b, h_kv, 1, 1]: the second K/V head is hidden
+    out = flashmask_attention(q, k, v, window_size=(np.int64(2), 1), block_mask=tiles)  # [b, s_q, h_q, d_v]
+    seen = flashmask_attention(q, k, v, window_size=(2, 1))
+    np.testing.assert_array_equal(out[:, :, :2].numpy(), seen[:, :, :2].numpy())
+    assert not out[:, :, 2:].numpy().any() and seen[:, :, 2:].numpy().any()
+
+
+def test_no_features():
+    q, k, v = tensors(d_qk=0)
+    np.testing.assert_allclose(flashmask_attention(q, k, v + 1).numpy(), 1)  # every key weighs the same
 
 
 @pytest.mark.parametrize("deterministic", [None, True, False])

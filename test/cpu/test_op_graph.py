@@ -105,6 +105,13 @@ folder, num_inputs = sys.argv[1], int(sys.argv[2])
 layer = paddle.jit.load(folder + "/saved")
 inputs = [paddle.to_tensor(np.load(f"{folder}/input{idx}.npy")) for idx in range(num_inputs)]
 np.save(folder + "/output.npy", layer(*inputs).numpy())
+if num_inputs == 4:  # an error is raised, it does not end the process
+    try:
+        layer(*inputs[:3], inputs[3][:, :, 1:])
+    except ValueError as error:
+        assert "startend_row_indices.shape is [" in str(error) and "its third axis must be s_k=" in str(error)
+    else:
+        raise AssertionError("indices of another length were taken")
 """
 
 
@@ -135,6 +142,17 @@ def test_unknown_sizes_with_window():
     tensors = [op_support.to_tensor(array) for array in arrays]
     static = paddle.jit.to_static(Windowed(), input_spec=_specs(False), full_graph=True)
     np.testing.assert_array_equal(static(*tensors).numpy(), Windowed()(*tensors).numpy())
+
+
+def test_unknown_head_dimension():
+    specs = [InputSpec([None] * 4, "float32")] * 3
+
+    def call(q, k, v):
+        return flashmask_attention(q, k, v)
+
+    static = paddle.jit.to_static(call, input_spec=specs, full_graph=True)
+    with pytest.raises(ValueError, match="d_qk not known while the graph is built; pass softmax_scale"):
+        static.concrete_program  # noqa: B018
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
