@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment variables of this package, all of them, read when asked and never at import.
 
-    FM3_LIB_DIR       folder of the compiled libraries, instead of the package's own _lib
-    FM3_NUM_THREADS   threads of the CPU kernels; unset or 0 means every core the process may use
+FM3_LIB_DIR            folder of the compiled libraries, instead of the package's own _lib
+FM3_NUM_THREADS        threads of the CPU kernels; unset or 0 means every core the process may use
+FM3_TRANSPORT_ADDRESS  address of this machine at which CPU ranks exchange rows; unset: loopback
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-VARIABLES = ("FM3_LIB_DIR", "FM3_NUM_THREADS")
+VARIABLES = ("FM3_LIB_DIR", "FM3_NUM_THREADS", "FM3_TRANSPORT_ADDRESS")
 
 
 def lib_dir() -> Path:
@@ -30,3 +31,8 @@ def num_threads() -> int:
     if not text.isdecimal():
         raise ValueError(f"FM3_NUM_THREADS={text!r}: expected a whole number >= 0 (0: every core)")
     return int(text)
+
+
+def transport_address() -> str:
+    """Address that CPU ranks of planned context parallelism listen at."""
+    return os.environ.get("FM3_TRANSPORT_ADDRESS", "").strip() or "127.0.0.1"

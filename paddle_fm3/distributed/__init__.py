@@ -11,6 +11,9 @@ import importlib
 # public name -> module
 _EXPORTS = {
     "flashmask_cp_attention": "attention",
+    "plan_attention": "planned",
+    "Trace": "trace",
+    "CpPlan": "plan",
     "shard_rows": "shard",
     "unshard_rows": "shard",
     "enable_gloo_subgroups": "groups",

@@ -13,8 +13,10 @@ from paddle.autograd import PyLayer
 from paddle_fm3.distributed import agreement, groups
 from paddle_fm3.distributed.comm import Communicator, communicator_for
 from paddle_fm3.distributed.partition import Partition, contiguous_partition, dual_chunk_partition
+from paddle_fm3.distributed.plan import CpPlan
 from paddle_fm3.distributed.prepared import PreparedCache, PreparedMask, digest_of, global_mask, prepare_mask
 from paddle_fm3.distributed.shard import assemble_rows, pad_rows, rows_by_rank
+from paddle_fm3.distributed.trace import Trace
 
 DEFAULT_TIMEOUT_S = 60.0
 STRATEGIES: dict[str, Callable[[int, int], Partition]] = {
@@ -46,12 +48,14 @@ def flashmask_cp_attention(
     group: Any | None = None,
     partition: Partition | None = None,
     strategy: str = "dual_chunk",
+    plan: CpPlan | None = None,
     block_mask: paddle.Tensor | None = None,
     softmax_scale: float | None = None,
     return_softmax_lse: bool = False,
     deterministic: bool = False,
     reduce_dtype: str = "float32",
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    trace: Trace | None = None,
 ) -> paddle.Tensor | tuple[paddle.Tensor, paddle.Tensor]:
     """FlashMask attention of this rank's rows over the whole sequence, differentiable in q, k, v.
 
@@ -59,6 +63,9 @@ def flashmask_cp_attention(
     them). K and V are gathered into global order, the mask is rewritten for the local rows, one device-local
     attention runs, and in backward dK and dV are summed back to their owners. The gathered K and V are kept for
     backward: memory for them is that of the whole sequence.
+
+    With ``plan`` (CPU ranks so far) a rank is sent only the rows that its plan names, stage by stage while it
+    computes, keeps only these, and dK and dV go back along the plan's reduction.
 
     Args:
         q: [b, s_local, h_q, d_qk], fp32, bf16 or fp16.
@@ -72,12 +79,14 @@ def flashmask_cp_attention(
         partition: who owns which rows; None cuts by `strategy`.
         strategy: "dual_chunk" or "contiguous", used when partition is None. Lengths that do not divide evenly
             give chunks of unequal length.
+        plan: of `plan_attention`, for this mask and group; replaces partition and strategy.
         block_mask: int32 [b, h_mask, ceil(s/128), ceil(s/128)] over the whole sequence, or None.
         softmax_scale: default d_qk ** -0.5.
         return_softmax_lse: also return the lse, fp32 [b, h_q, s_local].
         deterministic: bitwise repeatable gradients.
         reduce_dtype: "float32" sums dK and dV of the ranks in fp32; "input" in the inputs' dtype.
         timeout_s: longest wait for another rank.
+        trace: with a plan: collects what this rank did when.
 
     Returns:
         out [b, s_local, h_q, d_v], or (out, lse).
@@ -97,6 +106,17 @@ def flashmask_cp_attention(
         "return_softmax_lse": return_softmax_lse,
         "deterministic": deterministic,
     }
+    if plan is not None:
+        from paddle_fm3.distributed import planned
+
+        record = _describe(q, k, v, startend_row_indices, causal, plan.partition, strategy, block_mask, None)
+        record.update(softmax_scale=softmax_scale, deterministic=deterministic, reduce_dtype=reduce_dtype)
+        record.update(partition=f"plan {plan.plan_hash}")
+        out, lse = planned.planned_attention(
+            q, k, v, startend_row_indices, block_mask, plan, record, group,
+            softmax_scale=softmax_scale, reduce_dtype=reduce_dtype, timeout_s=timeout_s, trace=trace,
+        )  # fmt: skip
+        return (out, lse) if return_softmax_lse else out
     if group is None:
         whole = flashmask_attention(q, k, v, startend_row_indices, causal=causal, block_mask=block_mask, **options)
         return tuple(whole) if return_softmax_lse else whole

@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages of any size between CPU ranks, moved by one communication thread beside the compute.
+
+Paddle's gloo has no uneven all-to-all, and its point-to-point calls block and must be matched in number over a whole
+group. So the rows of a plan travel over plain TCP connections, one for each pair of ranks, all of them non-blocking
+and served by one thread: no order of calls can deadlock, and no byte moves that the plan does not name.
+
+A message is a header (phase, tag, length) and raw bytes; nothing is unpickled. It goes straight into the memory that
+the receiver posted for (phase, tag); until it is posted, the connection is not read. Sockets are bound to loopback
+unless FM3_TRANSPORT_ADDRESS names another address of this machine, and a peer must show the token that was handed
+out through the group's own collectives.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import platform
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paddle_fm3 import env
+
+_HEADER = struct.Struct("<4sIIQ")  # magic, phase, tag, payload bytes
+_HELLO = struct.Struct("<8sI16s")  # magic, rank of the caller, token of the called
+_MAGIC, _HELLO_MAGIC = b"FM3m", b"FM3hello"
+_MAX_BYTES_A_CALL = 1 << 20  # so that one connection does not keep the thread from the others
+_MAX_PARTS_A_CALL = 64
+_HELLO_TIMEOUT_S = 2.0
+
+Parts = list[memoryview]  # contiguous bytes, in order
+Record = dict[str, Any]
+
+
+class TransportError(RuntimeError):
+    """A connection broke, or a message does not fit what was posted for it."""
+
+
+@dataclass(eq=False)
+class _Message:
+    phase: int
+    tag: int
+    parts: deque[memoryview]
+    on_done: Callable[[], None] | None
+
+
+class _Peer:
+    def __init__(self, rank: int, connection: socket.socket) -> None:
+        self.rank = rank
+        self.connection = connection
+        self.is_open = True
+        self.sends: deque[_Message] = deque()
+        self.posted: dict[tuple[int, int], _Message] = {}
+        self.header = bytearray(_HEADER.size)
+        self.header_filled = 0
+        self.incoming: _Message | None = None
+
+
+class TcpTransport:
+    """Connections of this rank to all others. Post from any thread; callbacks run on the communication thread.
+
+    Attributes:
+        sent_bytes, received_bytes: payload bytes so far, by peer; counted where the socket takes or gives them.
+    """
+
+    def __init__(self, rank: int, connections: dict[int, socket.socket]) -> None:
+        self.rank = rank
+        self.num_ranks = len(connections) + 1
+        self.sent_bytes = [0] * self.num_ranks
+        self.received_bytes = [0] * self.num_ranks
+        self.failure: str | None = None
+        self.changed = threading.Condition()  # notified after every callback and on failure
+        self.last_progress_s = time.monotonic()
+        self._num_phases = 0
+        self._peers = {peer: _Peer(peer, connection) for peer, connection in connections.items()}
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ, None)
+        for end in (self._wake_receiver, self._wake_sender):
+            end.setblocking(False)
+        for peer in self._peers.values():
+            peer.connection.setblocking(False)
+            self._selector.register(peer.connection, selectors.EVENT_READ, peer)
+        threading.Thread(target=self._serve, name=f"paddle_fm3-transport-{rank}", daemon=True).start()
+
+    # --- any thread ------------------------------------------------------------------------------
+
+    def next_phase(self) -> int:
+        """A number for one exchange of messages. Every rank must start its phases in the same order."""
+        self._num_phases += 1
+        return self._num_phases
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Runs ``call`` on the communication thread."""
+        self._calls.append(call)
+        try:
+            self._wake_sender.send(b"x")
+        except BlockingIOError:  # plenty of wake-ups are pending already
+            pass
+
+    def post_send(self, peer: int, phase: int, tag: int, parts: Parts, on_done: Callable[[], None] | None) -> None:
+        """Queues a message; the memory must stay as it is until on_done. Messages to a peer keep their order."""
+        num_bytes = sum(part.nbytes for part in parts)
+        header = memoryview(_HEADER.pack(_MAGIC, phase, tag, num_bytes))
+        message = _Message(phase, tag, deque([header, *(part for part in parts if part.nbytes)]), on_done)
+        self.call_soon(lambda: self._queue_send(self._peers[peer], message))
+
+    def post_recv(self, peer: int, phase: int, tag: int, parts: Parts, on_done: Callable[[], None] | None) -> None:
+        """Offers memory for the message (phase, tag) of a peer; it is written until on_done."""
+        message = _Message(phase, tag, deque(part for part in parts if part.nbytes), on_done)
+        self.call_soon(lambda: self._queue_recv(self._peers[peer], message))
+
+    def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
+        """Waits for is_done(); False once no byte has moved for timeout_s.
+
+        Raises:
+            TransportError: a connection broke.
+        """
+        began_s = time.monotonic()
+        with self.changed:
+            while not is_done():
+                if self.failure is not None:
+                    raise TransportError(self.failure)
+                left_s = max(began_s, self.last_progress_s) + timeout_s - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self.changed.wait(min(left_s, 1.0))
+        return True
+
+    def fail(self, reason: str) -> None:
+        """Ends all connections, so that the peers learn of it; further waits raise. The first reason stays."""
+        self.call_soon(lambda: self._fail(reason))
+        with self.changed:
+            if self.failure is None:
+                self.failure = reason
+            self.changed.notify_all()
+
+    # --- communication thread --------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while True:
+            for key, events in self._selector.select():
+                peer = key.data
+                try:
+                    if peer is None:
+                        self._run_calls()
+                    else:
+                        if events & selectors.EVENT_READ and peer.is_open:
+                            self._read(peer)
+                        if events & selectors.EVENT_WRITE and peer.is_open:
+                            self._write(peer)
+                except Exception as error:  # noqa: BLE001  every waiting thread raises it
+                    self._fail(f"rank {self.rank}: {type(error).__name__}: {error}")
+
+    def _run_calls(self) -> None:
+        try:
+            self._wake_receiver.recv(4096)
+        except BlockingIOError:
+            pass
+        while self._calls:
+            self._calls.popleft()()
+        self._notify()
+
+    def _notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def _fail(self, reason: str) -> None:
+        with self.changed:
+            if self.failure is None:
+                self.failure = reason
+            self.changed.notify_all()
+        for peer in self._peers.values():
+            self._close(peer)
+
+    def _close(self, peer: _Peer) -> None:
+        if peer.is_open:
+            peer.is_open = False
+            try:
+                self._selector.unregister(peer.connection)
+            except KeyError:
+                pass  # paused: waiting for memory to be posted
+            peer.connection.close()
+
+    def _lost(self, peer: _Peer, how: str) -> None:
+        self._close(peer)
+        # A peer that has ended after its last message is no failure until somebody wants more from it.
+        if peer.posted or peer.incoming or peer.sends or peer.header_filled:
+            self._fail(f"rank {self.rank} lost rank {peer.rank}: {how} (dead, or it gave up; see its own message)")
+
+    def _queue_send(self, peer: _Peer, message: _Message) -> None:
+        peer.sends.append(message)
+        if not peer.is_open:
+            self._lost(peer, "its connection is closed")
+            return
+        self._watch(peer)
+
+    def _queue_recv(self, peer: _Peer, message: _Message) -> None:
+        key = (message.phase, message.tag)
+        if key in peer.posted:
+            raise TransportError(f"phase {key[0]}, tag {key[1]} of rank {peer.rank} was posted twice")
+        peer.posted[key] = message
+        if not peer.is_open:
+            self._lost(peer, "its connection is closed")
+            return
+        self._accept_header(peer)
+        self._watch(peer)
+
+    def _watch(self, peer: _Peer) -> None:
+        """Watches for what can go on: reading stops while a message waits for its memory."""
+        is_paused = peer.header_filled == _HEADER.size and peer.incoming is None
+        events = (0 if is_paused else selectors.EVENT_READ) | (selectors.EVENT_WRITE if peer.sends else 0)
+        is_registered = peer.connection in self._selector.get_map()
+        if is_registered and not events:
+            self._selector.unregister(peer.connection)
+        elif is_registered:
+            self._selector.modify(peer.connection, events, peer)
+        elif events:
+            self._selector.register(peer.connection, events, peer)
+
+    def _write(self, peer: _Peer) -> None:
+        message = peer.sends[0]
+        parts = [message.parts[at] for at in range(min(len(message.parts), _MAX_PARTS_A_CALL))]
+        parts[0] = parts[0][:_MAX_BYTES_A_CALL]
+        try:
+            num_sent = peer.connection.sendmsg(parts if parts[0].nbytes < _MAX_BYTES_A_CALL else parts[:1])
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lost(peer, str(error))
+            return
+        self.sent_bytes[peer.rank] += num_sent
+        self.last_progress_s = time.monotonic()
+        while num_sent:
+            taken = min(num_sent, message.parts[0].nbytes)
+            num_sent -= taken
+            if taken == message.parts[0].nbytes:
+                message.parts.popleft()
+            else:
+                message.parts[0] = message.parts[0][taken:]
+        if not message.parts:
+            self.sent_bytes[peer.rank] -= _HEADER.size  # payload only
+            peer.sends.popleft()
+            self._watch(peer)
+            self._done(message)
+
+    def _read(self, peer: _Peer) -> None:
+        try:
+            if peer.incoming is None:
+                num_read = peer.connection.recv_into(memoryview(peer.header)[peer.header_filled :])
+            else:
+                num_read = peer.connection.recv_into(peer.incoming.parts[0][:_MAX_BYTES_A_CALL])
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lost(peer, str(error))
+            return
+        if num_read == 0:
+            self._lost(peer, "it closed its connection")
+            return
+        self.last_progress_s = time.monotonic()
+        if peer.incoming is None:
+            peer.header_filled += num_read
+            self._accept_header(peer)
+            self._watch(peer)
+            return
+        self.received_bytes[peer.rank] += num_read
+        parts = peer.incoming.parts
+        if num_read == parts[0].nbytes:
+            parts.popleft()
+            if not parts:
+                self._finish_incoming(peer)
+        else:
+            parts[0] = parts[0][num_read:]
+
+    def _accept_header(self, peer: _Peer) -> None:
+        """Turns a complete header into the incoming message, if its memory is posted."""
+        if peer.header_filled < _HEADER.size or peer.incoming is not None:
+            return
+        magic, phase, tag, num_bytes = _HEADER.unpack(peer.header)
+        if magic != _MAGIC:
+            raise TransportError(f"rank {peer.rank} sent {magic!r} where a header was due")
+        message = peer.posted.get((phase, tag))
+        if message is None:
+            return
+        wanted = sum(part.nbytes for part in message.parts)
+        if wanted != num_bytes:
+            raise TransportError(
+                f"rank {peer.rank} sends {num_bytes} bytes as phase {phase}, tag {tag}; {wanted} were expected"
+            )
+        del peer.posted[(phase, tag)]
+        peer.incoming = message
+        if not message.parts:
+            self._finish_incoming(peer)
+
+    def _finish_incoming(self, peer: _Peer) -> None:
+        message, peer.incoming, peer.header_filled = peer.incoming, None, 0
+        assert message is not None
+        self._done(message)
+
+    def _done(self, message: _Message) -> None:
+        if message.on_done is not None:
+            message.on_done()
+        self._notify()
+
+
+def connect(rank: int, num_ranks: int, exchange: Callable[[Record], list[Record]], timeout_s: float) -> TcpTransport:
+    """Connects every pair of ranks. Collective.
+
+    Args:
+        exchange: hands this rank's small record to all and returns everyone's, by rank.
+
+    Raises:
+        TransportError: the same on every rank if one cannot listen, or the ranks are on several machines and an
+            address is missing; else what this rank met within timeout_s.
+    """
+    address = env.transport_address()
+    token = secrets.token_bytes(16)
+    record: Record = {"error": None, "address": address, "token": token.hex(), "machine": _machine()}
+    listener: socket.socket | None = None
+    try:
+        listener = socket.create_server((address, 0), backlog=num_ranks)
+        record["port"] = listener.getsockname()[1]
+    except OSError as error:
+        record["error"] = f"rank {rank} cannot listen at {address}: {error}"
+    records = exchange(record)
+    errors = [other["error"] for other in records if other["error"]]
+    if not errors and len({other["machine"] for other in records}) > 1:
+        lonely = [r for r, other in enumerate(records) if other["address"].startswith("127.")]
+        if lonely:
+            errors = [
+                f"the ranks run on several machines; set FM3_TRANSPORT_ADDRESS to the address of the network to use "
+                f"on rank {', '.join(map(str, lonely))}"
+            ]
+    if errors or listener is None:
+        if listener is not None:
+            listener.close()
+        raise TransportError("; ".join(errors))
+    deadline_s = time.monotonic() + timeout_s
+    connections: dict[int, socket.socket] = {}
+    try:
+        with listener:
+            for peer in range(rank):
+                connections[peer] = _call(records[peer], rank, deadline_s)
+            for peer, connection in _answer(listener, range(rank + 1, num_ranks), token, deadline_s):
+                connections[peer] = connection
+    except OSError as error:
+        for connection in connections.values():
+            connection.close()
+        missing = [peer for peer in range(num_ranks) if peer != rank and peer not in connections]
+        raise TransportError(
+            f"rank {rank} has no connection to rank {', '.join(map(str, missing))} within {timeout_s:g} s: {error}"
+        ) from error
+    return TcpTransport(rank, connections)
+
+
+def _machine() -> str:
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()} {boot_id.read_text().strip() if os.access(boot_id, os.R_OK) else ''}"
+
+
+def _call(record: Record, rank: int, deadline_s: float) -> socket.socket:
+    left_s = max(deadline_s - time.monotonic(), 0.1)
+    connection = socket.create_connection((record["address"], record["port"]), left_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(_HELLO.pack(_HELLO_MAGIC, rank, bytes.fromhex(record["token"])))
+    return connection
+
+
+def _answer(
+    listener: socket.socket, peers: Iterable[int], token: bytes, deadline_s: float
+) -> Iterable[tuple[int, socket.socket]]:
+    missing = set(peers)
+    while missing:
+        listener.settimeout(max(deadline_s - time.monotonic(), 0.1))
+        connection, _ = listener.accept()
+        magic, peer, shown = _HELLO.unpack(_read_hello(connection))
+        if magic != _HELLO_MAGIC or peer not in missing or not hmac.compare_digest(shown, token):
+            connection.close()  # a stranger
+            continue
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        missing.remove(peer)
+        yield peer, connection
+
+
+def _read_hello(connection: socket.socket) -> bytes:
+    """The first bytes of a caller; zeros if they do not come at once, as a peer's do."""
+    connection.settimeout(_HELLO_TIMEOUT_S)
+    hello = b""
+    try:
+        while len(hello) < _HELLO.size:
+            piece = connection.recv(_HELLO.size - len(hello))
+            if not piece:
+                break
+            hello += piece
+    except OSError:
+        pass
+    return hello.ljust(_HELLO.size, b"\0")

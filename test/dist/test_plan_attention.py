@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans executed by real ranks under Paddle's launcher against the fp64 oracle, and the bytes they moved."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import launch
+from plan_cases import CASES, NODES, PlanCase, expected_bytes
+from test_cp_attention import DTYPES, SEQUENCE_AXIS, oracle_of
+
+from paddle_fm3.testing.compare import assert_close_to_oracle
+
+pytestmark = pytest.mark.dist
+LAUNCH_TIMEOUT_S = 150
+
+
+@functools.lru_cache(maxsize=64)
+def oracle(case_idx: int) -> tuple:
+    return oracle_of(CASES[case_idx].call)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+def finished_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    """One launch a rank count runs all cases; start-up costs more than the cases."""
+    num_ranks = request.param
+    output_dir = tmp_path_factory.mktemp(f"plan{num_ranks}")
+    worker = Path(__file__).with_name("plan_worker.py")
+    result = launch(worker, [str(output_dir)], num_ranks, output_dir, LAUNCH_TIMEOUT_S)
+    assert result.exit_code == 0, f"{num_ranks} ranks ended with {result.exit_code}\n{result.tail()}"
+    return num_ranks, output_dir
+
+
+@pytest.mark.parametrize("case_idx", range(len(CASES)), ids=[case.name for case in CASES])
+def test_matches_the_oracle_and_moves_the_plan_s_bytes(finished_run: tuple[int, Path], case_idx: int) -> None:
+    num_ranks, output_dir = finished_run
+    case = CASES[case_idx]
+    by_rank = [dict(np.load(output_dir / f"case{case_idx}_rank{rank}.npz")) for rank in range(num_ranks)]
+    compare(case_idx, case, by_rank)
+    for rank, arrays in enumerate(by_rank):
+        for name, expected in expected_bytes(case, num_ranks, rank).items():
+            np.testing.assert_array_equal(arrays[name], expected, err_msg=f"{case.name}: rank {rank}, {name}")
+
+
+def compare(case_idx: int, case: PlanCase, by_rank: list[dict[str, np.ndarray]]) -> None:
+    num_ranks = len(by_rank)
+    exact, low_precision = oracle(case_idx)
+    plan = case.plan(num_ranks)
+    for name, axis in SEQUENCE_AXIS.items():
+        whole = np.full_like(getattr(exact, name), np.nan, dtype=np.float32)
+        for rank in range(num_ranks):
+            index = [slice(None)] * whole.ndim
+            index[axis] = plan.partition.rows_of(rank)
+            whole[tuple(index)] = by_rank[rank][name]
+        dtype = np.float32 if name == "lse" else DTYPES[case.call.dtype]
+        # As in test_cp_attention; in 16 bits every step rounds its own out, dq, dk and dv once.
+        factor = 4.0 if case.call.dtype == "float32" else 2.0 + num_ranks
+        assert_close_to_oracle(
+            whole, getattr(exact, name), getattr(low_precision, name), name, (num_ranks, case.name),
+            dtype=dtype, factor=factor,
+        )  # fmt: skip
+
+
+def test_trace_shows_compute_and_transfers(finished_run: tuple[int, Path]) -> None:
+    num_ranks, output_dir = finished_run
+    plan = CASES[0].plan(num_ranks)
+    assert plan.topology.node_of_rank == NODES[num_ranks]
+    for rank in range(num_ranks):
+        events = json.loads((output_dir / f"trace_rank{rank}.json").read_text())["traceEvents"]
+        track = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        spans = [(track[event["tid"]], event["dur"]) for event in events if event["ph"] == "X"]
+        assert all(duration >= 0 for _, duration in spans)
+        for name, column in (("send", 2), ("receive", 3)):
+            wanted = (plan.gather[:, column] == rank).sum() + (plan.reduce[:, column] == rank).sum()
+            assert sum(kind == name for kind, _ in spans) == wanted, (rank, name)
+        assert any(kind == "compute" for kind, _ in spans)
