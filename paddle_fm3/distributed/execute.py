@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from paddle_fm3.distributed import cpu_rows
 from paddle_fm3.distributed.plan import CpPlan, RankPlan, Step
-from paddle_fm3.distributed.trace import Trace, now_us
+from paddle_fm3.distributed.trace import Trace
 from paddle_fm3.distributed.transport import Parts, TcpTransport, TransportError
 from paddle_fm3.mask.column_mask import ColumnMask
 
@@ -131,10 +131,10 @@ class _Phase:
         self._what = what
         self._timeout_s = timeout_s
         self._trace = trace
+        self._has_come = [False] * len(exchange.recvs)
         self._is_in = [False] * len(exchange.recvs)  # rows usable: received, and in ReducePhase added
         self._is_posted = [False] * len(exchange.sends)
         self._num_open_sends = len(exchange.sends)
-        self._begin_us = now_us()
         if transport is None:
             if exchange.sends or exchange.recvs:
                 raise ValueError(f"{what}: the plan has transfers, and there is no process group to make them")
@@ -157,7 +157,7 @@ class _Phase:
         for at, send in enumerate(self._exchange.sends):
             if not self._is_posted[at] and self._may_send(send) and all(self._is_in[before] for before in send.after):
                 self._is_posted[at] = True
-                done = partial(self._left, send, now_us())
+                done = partial(self._left, send)
                 self._transport.post_send(send.peer, self._phase, send.tag, self._send_parts(send), done)
 
     def _left(self, send: Message, begin_us: float) -> None:
@@ -165,10 +165,11 @@ class _Phase:
         if self._trace is not None:
             self._trace.add("send", f"{self._what} stage {send.stage} to rank {send.peer}", begin_us)
 
-    def _came(self, at: int) -> None:
+    def _came(self, at: int, begin_us: float) -> None:
         recv = self._exchange.recvs[at]
+        self._has_come[at] = True
         if self._trace is not None:
-            self._trace.add("receive", f"{self._what} stage {recv.stage} from rank {recv.peer}", self._begin_us)
+            self._trace.add("receive", f"{self._what} stage {recv.stage} from rank {recv.peer}", begin_us)
         self._take(at)
         self._post_ready()
 
@@ -179,7 +180,8 @@ class _Phase:
         with _span(self._trace, "wait", f"{self._what}: {until}"):
             if transport.wait_until(is_done, self._timeout_s):
                 return
-        silent = sorted({recv.peer for recv, is_in in zip(self._exchange.recvs, self._is_in, strict=True) if not is_in})
+        arrivals = zip(self._exchange.recvs, self._has_come, strict=True)
+        silent = sorted({recv.peer for recv, has_come in arrivals if not has_come})
         transport.fail(
             f"rank {transport.rank} of {transport.num_ranks} gave up on '{self._what}: {until}': no byte for "
             f"{self._timeout_s:g} s; missing: messages of rank {', '.join(map(str, silent)) or 'none'} "
@@ -235,7 +237,6 @@ class ReducePhase(_Phase):
         self._dk, self._dv = dk, dv
         self._wire_dtype = wire_dtype
         self._num_steps_done = 0
-        self._has_come = [False] * len(exchange.recvs)
         self._last_step = [
             max((at for at, step in enumerate(steps) if _overlaps(step, recv)), default=-1) for recv in exchange.recvs
         ]
@@ -269,7 +270,6 @@ class ReducePhase(_Phase):
         return _parts(slice(None), *self._staged[at])
 
     def _take(self, at: int) -> None:
-        self._has_come[at] = True
         self._add_ready()
 
     def _add_ready(self) -> None:

@@ -25,19 +25,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paddle_fm3 import env
+from paddle_fm3.distributed.trace import now_us
 
 _HEADER = struct.Struct("<4sIIQ")  # magic, phase, tag, payload bytes
 _HELLO = struct.Struct("<8sI16s")  # magic, rank of the caller, token of the called
-_MAGIC, _HELLO_MAGIC = b"FM3m", b"FM3hello"
+_MAGIC, _END_MAGIC, _HELLO_MAGIC = b"FM3m", b"FM3x", b"FM3hello"
 _MAX_BYTES_A_CALL = 1 << 20  # so that one connection does not keep the thread from the others
 _MAX_PARTS_A_CALL = 64
 _HELLO_TIMEOUT_S = 2.0
+_MAX_REASON_BYTES = 1000
 
 Parts = list[memoryview]  # contiguous bytes, in order
+OnDone = Callable[[float], None]  # called with the time (trace.now_us) of the message's first byte
 Record = dict[str, Any]
 
 
@@ -50,7 +54,8 @@ class _Message:
     phase: int
     tag: int
     parts: deque[memoryview]
-    on_done: Callable[[], None] | None
+    on_done: OnDone
+    begin_us: float = 0.0
 
 
 class _Peer:
@@ -58,6 +63,7 @@ class _Peer:
         self.rank = rank
         self.connection = connection
         self.is_open = True
+        self.is_sending = False  # the first of `sends` has left in part
         self.sends: deque[_Message] = deque()
         self.posted: dict[tuple[int, int], _Message] = {}
         self.header = bytearray(_HEADER.size)
@@ -108,14 +114,14 @@ class TcpTransport:
         except BlockingIOError:  # plenty of wake-ups are pending already
             pass
 
-    def post_send(self, peer: int, phase: int, tag: int, parts: Parts, on_done: Callable[[], None] | None) -> None:
+    def post_send(self, peer: int, phase: int, tag: int, parts: Parts, on_done: OnDone) -> None:
         """Queues a message; the memory must stay as it is until on_done. Messages to a peer keep their order."""
         num_bytes = sum(part.nbytes for part in parts)
         header = memoryview(_HEADER.pack(_MAGIC, phase, tag, num_bytes))
         message = _Message(phase, tag, deque([header, *(part for part in parts if part.nbytes)]), on_done)
         self.call_soon(lambda: self._queue_send(self._peers[peer], message))
 
-    def post_recv(self, peer: int, phase: int, tag: int, parts: Parts, on_done: Callable[[], None] | None) -> None:
+    def post_recv(self, peer: int, phase: int, tag: int, parts: Parts, on_done: OnDone) -> None:
         """Offers memory for the message (phase, tag) of a peer; it is written until on_done."""
         message = _Message(phase, tag, deque(part for part in parts if part.nbytes), on_done)
         self.call_soon(lambda: self._queue_recv(self._peers[peer], message))
@@ -139,11 +145,14 @@ class TcpTransport:
 
     def fail(self, reason: str) -> None:
         """Ends all connections, so that the peers learn of it; further waits raise. The first reason stays."""
-        self.call_soon(lambda: self._fail(reason))
-        with self.changed:
-            if self.failure is None:
-                self.failure = reason
-            self.changed.notify_all()
+        is_told = threading.Event()
+
+        def end() -> None:
+            self._fail(reason)
+            is_told.set()
+
+        self.call_soon(end)
+        is_told.wait(1.0)  # so that the peers hear of it even if the process ends next
 
     # --- communication thread --------------------------------------------------------------------
 
@@ -181,7 +190,20 @@ class TcpTransport:
                 self.failure = reason
             self.changed.notify_all()
         for peer in self._peers.values():
-            self._close(peer)
+            if peer.is_open:
+                self._tell_end(peer)
+                self._close(peer)
+
+    def _tell_end(self, peer: _Peer) -> None:
+        """The reason as a last message, so that every rank gives the same one. Not in the middle of another."""
+        assert self.failure is not None
+        if peer.is_sending:
+            return
+        reason = self.failure.encode()[:_MAX_REASON_BYTES]
+        try:
+            peer.connection.send(_HEADER.pack(_END_MAGIC, 0, 0, len(reason)) + reason)
+        except OSError:
+            pass  # it is gone, or its buffer is full: it will see the connection close
 
     def _close(self, peer: _Peer) -> None:
         if peer.is_open:
@@ -190,7 +212,11 @@ class TcpTransport:
                 self._selector.unregister(peer.connection)
             except KeyError:
                 pass  # paused: waiting for memory to be posted
-            peer.connection.close()
+            # NOTE: close() with unread input would throw away what was sent last; the process's end closes it.
+            try:
+                peer.connection.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass  # the peer was first
 
     def _lost(self, peer: _Peer, how: str) -> None:
         self._close(peer)
@@ -239,6 +265,8 @@ class TcpTransport:
         except OSError as error:
             self._lost(peer, str(error))
             return
+        if not peer.is_sending:
+            peer.is_sending, message.begin_us = True, now_us()
         self.sent_bytes[peer.rank] += num_sent
         self.last_progress_s = time.monotonic()
         while num_sent:
@@ -251,6 +279,7 @@ class TcpTransport:
         if not message.parts:
             self.sent_bytes[peer.rank] -= _HEADER.size  # payload only
             peer.sends.popleft()
+            peer.is_sending = False
             self._watch(peer)
             self._done(message)
 
@@ -274,7 +303,8 @@ class TcpTransport:
             self._accept_header(peer)
             self._watch(peer)
             return
-        self.received_bytes[peer.rank] += num_read
+        if peer.incoming.phase:
+            self.received_bytes[peer.rank] += num_read
         parts = peer.incoming.parts
         if num_read == parts[0].nbytes:
             parts.popleft()
@@ -288,6 +318,11 @@ class TcpTransport:
         if peer.header_filled < _HEADER.size or peer.incoming is not None:
             return
         magic, phase, tag, num_bytes = _HEADER.unpack(peer.header)
+        if magic == _END_MAGIC and num_bytes <= _MAX_REASON_BYTES:
+            reason = bytearray(num_bytes)
+            told = partial(self._was_told, reason)
+            peer.incoming = _Message(0, 0, deque([memoryview(reason)]), told)
+            return
         if magic != _MAGIC:
             raise TransportError(f"rank {peer.rank} sent {magic!r} where a header was due")
         message = peer.posted.get((phase, tag))
@@ -299,9 +334,13 @@ class TcpTransport:
                 f"rank {peer.rank} sends {num_bytes} bytes as phase {phase}, tag {tag}; {wanted} were expected"
             )
         del peer.posted[(phase, tag)]
+        message.begin_us = now_us()
         peer.incoming = message
         if not message.parts:
             self._finish_incoming(peer)
+
+    def _was_told(self, reason: bytearray, _begin_us: float) -> None:
+        self._fail(reason.decode(errors="replace"))
 
     def _finish_incoming(self, peer: _Peer) -> None:
         message, peer.incoming, peer.header_filled = peer.incoming, None, 0
@@ -309,8 +348,7 @@ class TcpTransport:
         self._done(message)
 
     def _done(self, message: _Message) -> None:
-        if message.on_done is not None:
-            message.on_done()
+        message.on_done(message.begin_us)
         self._notify()
 
 
