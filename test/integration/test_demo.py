@@ -53,6 +53,8 @@ def write_folder(folder: Path) -> Path:
         (lambda folder: folder, r"holds no \.txt, \.md, \.py, \.jsonl, \.parquet file"),
         (lambda folder: _file(folder / "x.txt", ""), "the files hold no text"),
         (lambda folder: _file(folder / "x.jsonl", '{"text": "a"}\nnot json\n'), r"x\.jsonl, line 2: not JSON"),
+        (lambda folder: _file(folder / "x.parquet", "a"), r"x\.parquet is not a readable \.parquet file"),
+        (lambda folder: _table(folder / "x.parquet", {"text": [1]}), "column text: holds int; text is needed"),
         (
             lambda folder: _file(folder / "x.jsonl", '{"body": "a"}\n'),
             "line 1: no text in any of the fields text, content",
@@ -68,6 +70,11 @@ def test_data_that_cannot_be_used_gives_one_line(make, words: str, tmp_path: Pat
 
 def _file(path: Path, content: str) -> Path:
     path.write_text(content)
+    return path.parent
+
+
+def _table(path: Path, columns: dict[str, list[object]]) -> Path:
+    parquet.write_table(pyarrow.table(columns), path)
     return path.parent
 
 
@@ -97,6 +104,14 @@ def test_packs_are_full_and_hold_whole_documents(tmp_path: Path) -> None:
     assert any(bytes(d[:-1]).decode().startswith("def f") for d in whole)
     assert packs == text.packed_sequences(files, tokenizer, **options, seed=1)
     assert packs != text.packed_sequences(files, tokenizer, **options, seed=2)
+
+
+def test_text_without_blank_lines_fills_sequences_too(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text("\n".join(f"line {n} of a log that has no paragraphs" for n in range(2000)))
+    packs = text.packed_sequences([path], text.load_tokenizer(None), s=256, num_sequences=20, max_document=192, seed=0)
+    assert len(packs) == 20 and all(0.9 * 256 <= sum(map(len, pack)) <= 256 for pack in packs)
+    assert len({len(document) for pack in packs for document in pack}) > 10  # uneven
 
 
 def test_tokenizer_file(tmp_path: Path) -> None:

@@ -76,20 +76,27 @@ def read_documents(path: Path) -> Iterator[str]:
                 if line.strip():
                     yield _json_text(path, number, line)
     elif path.suffix == ".parquet":
-        from pyarrow import parquet
+        from pyarrow import ArrowException, parquet
 
-        file = parquet.ParquetFile(path)
+        try:
+            file = parquet.ParquetFile(path)
+        except (ArrowException, OSError) as error:
+            raise DemoError(f"{path} is not a readable .parquet file: {error}") from error
         names = [name for name in TEXT_FIELDS if name in file.schema_arrow.names]
         if not names:
             raise DemoError(f"{path} has columns {file.schema_arrow.names}; one of {', '.join(TEXT_FIELDS)} is needed")
         for batch in file.iter_batches(256, columns=names[:1]):
-            yield from (text for text in batch.column(0).to_pylist() if text)
+            for text in batch.column(0).to_pylist():
+                if text and not isinstance(text, str):
+                    raise DemoError(f"{path}, column {names[0]}: holds {type(text).__name__}; text is needed")
+                if text:
+                    yield text
     else:
         yield path.read_text(encoding="utf-8", errors="replace")
 
 
 def _documents_of(text: str, tokenizer: Tokenizer, max_document: int) -> list[list[int]]:
-    """The text as one document of 2 to max_document tokens, or its sections, the longest of them cut."""
+    """The text as one document of 2 to max_document tokens, or its sections, those that are too long cut."""
     tokens = tokenizer.encode(text)
     # A section ends at a blank line that is followed by a line without indentation: a function, a paragraph.
     sections = [tokens] if len(tokens) < max_document else map(tokenizer.encode, re.split(r"\n\s*\n(?=\S)", text))
@@ -97,8 +104,19 @@ def _documents_of(text: str, tokenizer: Tokenizer, max_document: int) -> list[li
     for section in sections:
         if section:
             section.append(tokenizer.end_token_id)
-            documents.extend(section[begin : begin + max_document] for begin in range(0, len(section), max_document))
+            documents.extend(_pieces(section, max_document))
     return documents
+
+
+def _pieces(section: list[int], max_document: int) -> Iterator[list[int]]:
+    """The section, or pieces of max_document/8 to max_document tokens: equal ones would not fill a sequence."""
+    rng = random.Random(len(section))
+    begin = 0
+    while begin < len(section):
+        is_last = len(section) - begin <= max_document
+        end = len(section) if is_last else begin + rng.randint(max(max_document // 8, 1), max_document)
+        yield section[begin:end]
+        begin = end
 
 
 def _json_text(path: Path, number: int, line: str) -> str:
