@@ -189,7 +189,10 @@ def _own_error(
     if k.shape[2] != v.shape[2] or k.shape[3] != q.shape[3]:
         return f"k.shape is {k.shape}; heads must be those of v {v.shape}, head_dim that of q {q.shape}"
     if strategy not in STRATEGIES:
-        return f"strategy={strategy!r} is unknown; known: {', '.join(STRATEGIES)}"
+        return (
+            f"strategy={strategy!r} is unknown; known: {', '.join(STRATEGIES)}; the planner's strategies come as "
+            "plan=plan_attention(..., strategy=...)"
+        )
     if bounds is not None:
         if len(bounds.shape) != 4 or bounds.shape[0] != q.shape[0]:
             return f"startend_row_indices.shape is {bounds.shape}; expected [b={q.shape[0]}, h_mask, s, n]"

@@ -150,6 +150,10 @@ def main() -> None:
         return
     enable(FlashMask3Settings(cp_strategy="contiguous", cp_timeout_s=30.0))
     save("qwen2_moe-contiguous", one_step(build("qwen2_moe"), arguments))
+    enable(FlashMask3Settings(cp_strategy="fm3", cp_timeout_s=30.0))
+    save("qwen2_moe-fm3", one_step(build("qwen2_moe"), arguments))
+    save("llama-fm3", one_step(build("llama"), arguments))
+    enable(FlashMask3Settings(cp_strategy="contiguous", cp_timeout_s=30.0))
     # What the loss correction repairs, and that the comparison would notice it missing.
     corrected, Qwen2MoePretrainingCriterion.forward = (
         Qwen2MoePretrainingCriterion.forward,

@@ -56,6 +56,12 @@ def test_contiguous_split(saved: Path) -> None:
     assert_same_step(load(saved, "qwen2_moe-contiguous", 2), load(saved, "qwen2_moe-dense", 1))
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("model", ["qwen2_moe", "llama"])
+def test_planned_context_parallelism(saved: Path, model: str, rank: int) -> None:
+    assert_same_step(load(saved, f"{model}-fm3", 2, rank), load(saved, f"{model}-dense", 1))
+
+
 def test_without_the_loss_correction_gradients_are_wrong(saved: Path) -> None:
     """Each rank's mean over its own 21 or 19 labels instead of all 40: about twice too large after the sum."""
     step, reference = load(saved, "qwen2_moe-uncorrected", 2), load(saved, "qwen2_moe-dense", 1)

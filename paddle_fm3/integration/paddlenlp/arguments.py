@@ -20,7 +20,8 @@ class FlashMask3Arguments:
         metadata={"help": "run attention through paddle_fm3; keeps document masks under context parallelism"},
     )
     cp_strategy: str = field(
-        default="dual_chunk", metadata={"help": "how context-parallel ranks share a sequence: dual_chunk or contiguous"}
+        default="dual_chunk",
+        metadata={"help": "how context-parallel ranks share a sequence: dual_chunk, contiguous, or (CPU) fm3, by plan"},
     )
     cp_timeout_s: float = field(default=60.0, metadata={"help": "longest wait for another rank, in seconds"})
     cp_reduce_dtype: str = field(

@@ -21,22 +21,24 @@ from paddlenlp.transformers.refined_recompute import no_recompute
 from paddle_fm3.attention import flashmask_attention
 from paddle_fm3.distributed import groups
 from paddle_fm3.distributed.attention import flashmask_cp_attention
-from paddle_fm3.integration.paddlenlp.settings import FlashMask3Settings
+from paddle_fm3.distributed.plan import CpPlan
+from paddle_fm3.distributed.planned import plan_attention
+from paddle_fm3.integration.paddlenlp.settings import PLANNED_STRATEGIES, FlashMask3Settings, RunState
 from paddle_fm3.mask.converters import from_dense
 
 Replacement = tuple[Any, str, Callable[[Any], Any]]
 HIDDEN_BELOW = -1e4  # smallest magnitude that frameworks use for "hidden" in an additive mask (fp16)
 
 
-def replacements(settings: FlashMask3Settings) -> list[Replacement]:
+def replacements(settings: FlashMask3Settings, state: RunState) -> list[Replacement]:
     """What `enable` replaces for attention: owner, attribute, original -> replacement."""
     return [
-        (fusion_ops, "fusion_flash_attention", lambda original: _funnel(original, settings)),
+        (fusion_ops, "fusion_flash_attention", lambda original: _funnel(original, settings, state)),
         (LlamaAttention, "forward", _without_upstream_context_parallelism),
     ]
 
 
-def _funnel(original: Callable, settings: FlashMask3Settings) -> Callable:
+def _funnel(original: Callable, settings: FlashMask3Settings, state: RunState) -> Callable:
     dense_masks = _DenseMasks()
 
     @functools.wraps(original)
@@ -59,7 +61,7 @@ def _funnel(original: Callable, settings: FlashMask3Settings) -> Callable:
         if attention_mask is not None and attn_mask_startend_row_indices is None:
             bounds, causal = dense_masks.bounds(attention_mask, query_states.shape[1], key_states.shape[1])
         else:
-            bounds, causal = _bounds(attn_mask_startend_row_indices)
+            bounds, causal = intervals_of(attn_mask_startend_row_indices)
         b, s_local, _, _ = query_states.shape
         options: dict[str, Any] = {"causal": causal, "deterministic": settings.deterministic or None}
         attend = flashmask_attention
@@ -67,9 +69,11 @@ def _funnel(original: Callable, settings: FlashMask3Settings) -> Callable:
             _check_config(config)
             attend = flashmask_cp_attention
             options["deterministic"] = settings.deterministic
-            options.update(
-                strategy=settings.cp_strategy, timeout_s=settings.cp_timeout_s, reduce_dtype=settings.cp_reduce_dtype
-            )
+            options.update(timeout_s=settings.cp_timeout_s, reduce_dtype=settings.cp_reduce_dtype)
+            if settings.cp_strategy in PLANNED_STRATEGIES:
+                options["plan"] = _plan_of_split(bounds, causal, settings, state)
+            else:
+                options["strategy"] = settings.cp_strategy
         out = no_recompute(
             attend,
             query_states,
@@ -89,7 +93,7 @@ def _funnel(original: Callable, settings: FlashMask3Settings) -> Callable:
     return fusion_flash_attention
 
 
-def _bounds(indices: paddle.Tensor | None) -> tuple[paddle.Tensor | None, bool]:
+def intervals_of(indices: paddle.Tensor | None) -> tuple[paddle.Tensor | None, bool]:
     """PaddleNLP's indices [b, s], [b, h_mask, s] or [b, h_mask, s, n] -> ([b, h_mask, s, n] int32, causal)."""
     if indices is None:
         return None, True
@@ -155,6 +159,18 @@ def _is_split(bounds: paddle.Tensor | None, s_local: int) -> bool:
             "columns: was the batch split by other code? The Trainer under use_flashmask3 splits it itself"
         )
     return False
+
+
+def _plan_of_split(bounds: paddle.Tensor, causal: bool, settings: FlashMask3Settings, state: RunState) -> CpPlan:
+    """The plan that the batch was cut by; found again by the mask's content, so it costs a hash a layer."""
+    num_ranks = groups.group_size(groups.resolve_group())
+    plan = plan_attention(bounds, causal=causal, num_ranks=num_ranks, strategy=settings.cp_strategy)
+    if plan != state.plan:
+        raise ValueError(
+            f"paddle_fm3: cp_strategy={settings.cp_strategy!r}: attention got another mask than the one the batch was "
+            "split by; a plan serves one mask"
+        )
+    return plan
 
 
 def _check_config(config: Any) -> None:

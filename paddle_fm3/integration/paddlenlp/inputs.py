@@ -12,8 +12,11 @@ from paddlenlp.trainer import trainer as trainer_module
 
 from paddle_fm3.distributed import groups
 from paddle_fm3.distributed.attention import make_partition
+from paddle_fm3.distributed.partition import Partition
+from paddle_fm3.distributed.planned import plan_attention
 from paddle_fm3.distributed.shard import shard_rows
-from paddle_fm3.integration.paddlenlp.settings import FlashMask3Settings, RunState
+from paddle_fm3.integration.paddlenlp.attention import intervals_of
+from paddle_fm3.integration.paddlenlp.settings import PLANNED_STRATEGIES, FlashMask3Settings, RunState
 
 INDICES = "attn_mask_startend_row_indices"
 
@@ -59,12 +62,27 @@ def split_batch(inputs: dict[str, Any], strategy: str, state: RunState) -> dict[
     inputs.pop("attention_mask", None)
     if inputs.get("position_ids") is None:
         inputs["position_ids"] = paddle.arange(s, dtype="int64").expand([b, s])
-    partition = make_partition(strategy, s, group.nranks)
-    state.s_global = s
+    state.s_global, state.plan = s, None
+    if strategy in PLANNED_STRATEGIES:
+        bounds, causal = intervals_of(inputs[INDICES])
+        state.plan = plan_attention(bounds, causal=causal, num_ranks=group.nranks, strategy=strategy)
+        partition = state.plan.partition
+        _check_rows(partition)
+    else:
+        partition = make_partition(strategy, s, group.nranks)
     return {
         name: shard_rows(x, partition, group.rank) if name != INDICES and _is_tokenwise(x, s) else x
         for name, x in inputs.items()
     }
+
+
+def _check_rows(partition: Partition) -> None:
+    rows = [partition.num_rows(rank) for rank in range(partition.num_ranks)]
+    if 0 in rows:
+        raise ValueError(
+            f"paddle_fm3: s={partition.s} is too short for {partition.num_ranks} ranks: rows by rank would be {rows}, "
+            "and a model needs some"
+        )
 
 
 def _is_tokenwise(x: Any, s: int) -> bool:

@@ -44,7 +44,7 @@ def enable(settings: FlashMask3Settings | None = None) -> None:
 
     state = RunState()
     replacements = [
-        *attention.replacements(settings),
+        *attention.replacements(settings, state),
         *inputs.replacements(settings, state),
         *corrections.replacements(settings, state),
     ]

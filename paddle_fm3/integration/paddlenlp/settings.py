@@ -4,8 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-CP_STRATEGIES = ("dual_chunk", "contiguous")
+from paddle_fm3.distributed.strategy import STRATEGIES as PLANNED_STRATEGIES
+
+if TYPE_CHECKING:
+    from paddle_fm3.distributed.plan import CpPlan
+
+# The first two gather all keys with Paddle's collectives; the others are the planner's, on CPU ranks so far.
+CP_STRATEGIES = ("dual_chunk", "contiguous", *PLANNED_STRATEGIES)
 
 
 @dataclass(frozen=True)
@@ -13,7 +20,7 @@ class FlashMask3Settings:
     """What the flag was turned on with.
 
     Attributes:
-        cp_strategy: how the sequence is cut over the context-parallel ranks.
+        cp_strategy: how the sequence is cut over the context-parallel ranks and its keys moved.
         cp_timeout_s: longest wait for another rank.
         cp_reduce_dtype: "float32", or "input" to sum dK and dV of the ranks in the model's dtype.
         deterministic: bitwise repeatable gradients.
@@ -43,6 +50,8 @@ class RunState:
 
     Attributes:
         s_global: length of the sequence that was split last; 0 before the first split.
+        plan: what it was split by, with a planned strategy.
     """
 
     s_global: int = 0
+    plan: CpPlan | None = None
