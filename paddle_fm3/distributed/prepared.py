@@ -82,10 +82,19 @@ def digest_of(*parts: Any) -> str:
     return hasher.hexdigest()
 
 
+def state_of(tensor: paddle.Tensor) -> tuple[int, str | None]:
+    """Changes when the tensor is written to; on a GPU not for writes by ``set_value`` and ``copy_``.
+
+    NOTE: those two leave inplace_version as it is. Reading the content of a GPU tensor would wait for the device.
+    """
+    return tensor.inplace_version, digest_of(tensor.numpy()) if tensor.place.is_cpu_place() else None
+
+
 class PreparedCache:
     """Finds the PreparedMask of a bounds tensor by identity, so that layers pay nothing after the first.
 
-    A tensor counts as the same only while it is alive and was not written to in place.
+    A tensor counts as the same only while it is alive and was not written to in place. On a GPU a write by
+    ``set_value`` or ``copy_`` goes unseen: refill a mask there with ``mask[:] = ...``, or pass a new tensor.
     """
 
     def __init__(self) -> None:
@@ -108,4 +117,6 @@ class PreparedCache:
 
     @staticmethod
     def _full_key(bounds: paddle.Tensor | None, key: tuple[Any, ...]) -> tuple[Any, ...]:
-        return key if bounds is None else (id(bounds), bounds.inplace_version, *key)
+        if bounds is None:
+            return key
+        return (id(bounds), *state_of(bounds), *key)

@@ -18,6 +18,7 @@ import numpy as np
 import paddle
 
 from paddle_fm3.attention import flashmask_attention
+from paddle_fm3.distributed.prepared import state_of
 from paddle_fm3.mask.column_mask import ColumnMask
 from paddle_fm3.mask.converters import from_dense
 
@@ -115,14 +116,15 @@ class _BhldAttention:
         return attention_forward(module, query, key, value, *args, **kwargs)
 
 
-_converted: dict[int, tuple[Any, int, ColumnMask]] = {}
+_converted: dict[int, tuple[Any, Any, ColumnMask]] = {}
 
 
 def _column_mask(attention_mask: paddle.Tensor) -> ColumnMask:
     """The dense mask as intervals; remembered while the tensor lives and is not written to."""
     key = id(attention_mask)
     entry = _converted.get(key)
-    if entry is not None and entry[0]() is attention_mask and entry[1] == attention_mask.inplace_version:
+    state = state_of(attention_mask)
+    if entry is not None and entry[0]() is attention_mask and entry[1] == state:
         return entry[2]
     table = attention_mask
     if table.dtype != paddle.bool:
@@ -136,7 +138,7 @@ def _column_mask(attention_mask: paddle.Tensor) -> ColumnMask:
         table = is_visible
     converted = from_dense(np.ascontiguousarray(table.numpy()))
     _converted.clear()  # one mask a step: earlier ones are not needed any more
-    _converted[key] = (weakref.ref(attention_mask), attention_mask.inplace_version, converted)
+    _converted[key] = (weakref.ref(attention_mask), state, converted)
     return converted
 
 

@@ -122,6 +122,8 @@ OP_REFUSALS = {
     "indices length": ("its third axis must be s_k=8", (*tensors(), indices(s_k=9), _ABSENT), True),
     "indices heads": ("h_mask=3 must be 1, h_kv=2 or h_q=4", (*tensors(), indices(h_mask=3), _ABSENT), True),
     "bounds": ("with causal=True its last axis must be 1 or 2", (*tensors(), indices(n=4), _ABSENT), True),
+    "tiles of other heads": ("its second axis must be h_mask=1 as in startend_row_indices",
+                             (*tensors(), indices(), paddle.zeros([2, 2, 1, 1], "int32")), True),
     "tiles": ("expected [b, h_mask, 1, 1], one entry a 128 x 128 tile of s_q=6 by s_k=8",
               (*tensors(), _ABSENT, paddle.zeros([2, 1, 1, 2], "int32")), False),
 }  # fmt: skip

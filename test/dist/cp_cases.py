@@ -32,6 +32,7 @@ class CpCase:
     seed: int = 0
     has_block_mask: bool = False
     reduce_dtype: str = "float32"
+    softmax_scale: float | None = None
 
     @property
     def causal(self) -> bool:
@@ -150,7 +151,7 @@ CASES = [
     CpCase("padded tail with fully hidden rows, uneven", "padded_causal_documents", 77, seed=6),
     CpCase("length 53, own columns", "random_c1", 53, frame="own", seed=7),
     CpCase("two bounds, causal", "random_c2", 61, seed=8),
-    CpCase("two bounds", "random_nc2", 61, h_mask=2, seed=9),
+    CpCase("two bounds, own scale", "random_nc2", 61, h_mask=2, softmax_scale=0.6, seed=9),
     CpCase("four bounds", "random_nc4", 61, b=2, seed=10),
     CpCase("global and window", "global_window", 96, seed=11),
     CpCase("scattered chunks, a rank without rows", "causal_documents", 90, split="scattered", seed=12),

@@ -15,6 +15,7 @@ import paddle.distributed as dist
 import pytest
 from cp_cases import CASES, CpCase
 
+from paddle_fm3.attention import flashmask_attention
 from paddle_fm3.distributed import groups
 from paddle_fm3.distributed.attention import flashmask_cp_attention
 from paddle_fm3.distributed.comm import communicator_for
@@ -52,6 +53,7 @@ def run_case(case: CpCase, group: object | None) -> dict[str, np.ndarray]:
             timeout_s=TIMEOUT_S,
             block_mask=None if block_mask is None else paddle.to_tensor(block_mask),
             reduce_dtype=case.reduce_dtype,
+            softmax_scale=case.softmax_scale,
             **how,
         )
 
@@ -81,6 +83,26 @@ def check_shards(group: object | None) -> None:
         shard_rows(lse, partition, rank)
 
 
+def check_refilled_mask(group: object | None) -> None:
+    """A mask tensor that is refilled by any of Paddle's ways is not taken for the mask it held before."""
+    partition = dual_chunk_partition(32, groups.group_size(group))
+    rows = partition.rows_of(groups.group_rank(group))
+    q, k, v = (paddle.to_tensor(x) for x in np.random.default_rng(6).standard_normal((3, 1, 32, 1, 8)).astype("float32"))
+    local = [x[:, rows] for x in (q, k, v)]
+    bounds = paddle.full([1, 1, 32, 1], 32, "int32")
+
+    def fill(tensor: paddle.Tensor) -> None:
+        bounds[:] = tensor
+
+    for end, refill in ((8, bounds.set_value), (16, lambda x: bounds.copy_(x, True)), (24, fill)):
+        flashmask_cp_attention(*local, bounds, causal=True, group=group, timeout_s=TIMEOUT_S)
+        ends = np.where(np.arange(32) < end, end, 32).astype(np.int32)  # two documents
+        refill(paddle.to_tensor(ends.reshape(1, 1, 32, 1)))
+        out = flashmask_cp_attention(*local, bounds, causal=True, group=group, timeout_s=TIMEOUT_S)
+        whole = flashmask_attention(q, k, v, bounds, causal=True)
+        np.testing.assert_allclose(out.numpy(), whole.numpy()[:, rows], rtol=1e-5, atol=1e-6)
+
+
 def check_comm(group: object) -> None:
     """fp16 sums do not overflow on the way, results arrive by rank, and a transfer is waited for once."""
     communicator = communicator_for(group, TIMEOUT_S)
@@ -106,6 +128,7 @@ def main() -> None:
         np.savez(output_dir / f"case{case_idx}_rank{rank}.npz", **run_case(case, group))
         print(f"done: {case.name}", flush=True)
     check_shards(group)
+    check_refilled_mask(group)
     if group is not None:
         check_comm(group)
     if groups.group_size(group) == 4:

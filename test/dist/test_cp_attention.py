@@ -78,5 +78,6 @@ def oracle_of(case: CpCase) -> tuple[reference.AttentionResult, reference.Attent
     tensors = case.tensors()
     q, k, v, dout = (tensors[name].astype(dtype).astype(np.float32) for name in ("q", "k", "v", "dout"))
     options = {"causal": case.causal, "dout": dout, "dlse": tensors["dlse"], "block_mask": case.block_mask()}
+    options["softmax_scale"] = case.softmax_scale
     exact = reference.attention(q, k, v, case.bounds(), **options)
     return exact, reference.low_precision_attention(dtype, q, k, v, case.bounds(), **options)

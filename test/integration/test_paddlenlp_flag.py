@@ -134,6 +134,11 @@ def test_dense_mask_is_followed(kind: str) -> None:
     for _ in range(2):  # the second layer finds the converted mask
         out = fusion_ops.fusion_flash_attention(q, config, k, v, mask, False)
         np.testing.assert_allclose(out.numpy(), expected.reshape(out.shape), atol=2e-6)
+    later = np.tril(np.ones((s, s), bool)) if kind == "bool" else np.triu(np.full((s, s), -1e9, np.float32), 1)
+    mask.set_value(paddle.to_tensor(later.reshape([1, 1, s, s])))  # refilled for another batch
+    expected = reference.attention(q, k, v, None, causal=True).out
+    out = fusion_ops.fusion_flash_attention(q, config, k, v, mask, False)
+    np.testing.assert_allclose(out.numpy(), expected.reshape(out.shape), atol=2e-6)
     bias = paddle.to_tensor(np.full((1, 1, s, s), -0.5, np.float32))
     with pytest.raises(ValueError, match="a bias has no interval form"):
         fusion_ops.fusion_flash_attention(q, config, k, v, bias, False)

@@ -23,6 +23,7 @@ from paddle_fm3.distributed import groups
 from paddle_fm3.distributed.attention import flashmask_cp_attention
 from paddle_fm3.distributed.plan import CpPlan
 from paddle_fm3.distributed.planned import plan_attention
+from paddle_fm3.distributed.prepared import state_of
 from paddle_fm3.integration.paddlenlp.settings import PLANNED_STRATEGIES, FlashMask3Settings, RunState
 from paddle_fm3.mask.converters import from_dense
 
@@ -119,7 +120,7 @@ class _DenseMasks:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[Any, paddle.Tensor, bool] | None = None  # weak reference to the mask, bounds, causal
+        self._last: tuple[Any, ...] | None = None  # weak reference to the mask, its state, bounds, causal
 
     def bounds(self, mask: paddle.Tensor, s_q: int, s_k: int) -> tuple[paddle.Tensor, bool]:
         """[b, 1 or h, s_q, s_k] of bool or of 0 (visible) and large negative numbers -> (bounds, causal)."""
@@ -129,8 +130,9 @@ class _DenseMasks:
                 f"paddle_fm3: attention_mask.shape is {shape}; expected [b, h, {s_q}, {s_k}]. A dense mask cannot be "
                 "split over context-parallel ranks: pass attn_mask_startend_row_indices (PackedCollator builds them)"
             )
-        if self._last is not None and self._last[0]() is mask:
-            return self._last[1:]
+        state = state_of(mask)
+        if self._last is not None and self._last[0]() is mask and self._last[1] == state:
+            return self._last[2:]
         values = mask.numpy() if mask.dtype == paddle.bool else mask.astype("float32").numpy()
         visible = values if values.dtype == np.bool_ else values == 0
         if values.dtype != np.bool_ and (values[~visible] > HIDDEN_BELOW).any():
@@ -139,8 +141,8 @@ class _DenseMasks:
                 f"{HIDDEN_BELOW:g} (hidden): a bias has no interval form"
             )
         bounds, causal = from_dense(visible).to_bounds()
-        self._last = (weakref.ref(mask), paddle.to_tensor(bounds), causal)
-        return self._last[1:]
+        self._last = (weakref.ref(mask), state, paddle.to_tensor(bounds), causal)
+        return self._last[2:]
 
 
 def _is_split(bounds: paddle.Tensor | None, s_local: int) -> bool:
