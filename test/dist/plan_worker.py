@@ -6,6 +6,8 @@ Usage: plan_worker.py OUTPUT_DIR
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 from pathlib import Path
 
@@ -71,6 +73,47 @@ def check_names_and_repeats(group: object | None) -> None:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
 
 
+OVERLAP_S = 4096
+OVERLAP_STRATEGIES = ("fm3_no_pruning", "fm3_no_overlap")
+
+
+def overlap(strategy: str, group: object) -> list[float]:
+    """Per repeat: microseconds in which rows of K and V arrived while this rank computed its forward."""
+    plan = plan_attention(None, causal=True, num_ranks=group.nranks, s=OVERLAP_S, strategy=strategy)
+    num_rows = plan.partition.num_rows(group.rank)
+    q, k, v = (paddle.randn([1, num_rows, 4, 64]) for _ in range(3))
+    overlaps = []
+    for _ in range(8):
+        trace = Trace()
+        flashmask_cp_attention(q, k, v, causal=True, group=group, plan=plan, timeout_s=TIMEOUT_S, trace=trace)
+        by_track = {name: [s for s in trace.spans if s.track == name] for name in ("compute", "receive")}
+        assert by_track["compute"] and by_track["receive"]
+        overlaps.append(
+            sum(
+                max(0.0, min(work.end_us, rows.end_us) - max(work.begin_us, rows.begin_us))
+                for work in by_track["compute"]
+                for rows in by_track["receive"]
+            )
+        )
+    return overlaps
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def growth_bytes(group: object) -> int:
+    """Memory that 100 further steps add after 20."""
+    before = 0
+    for step in range(120):
+        if step == 20:
+            gc.collect()
+            before = resident_bytes()
+        run_case(CASES[0], group)
+    gc.collect()
+    return resident_bytes() - before
+
+
 def main() -> None:
     output_dir = Path(sys.argv[1])
     group = None
@@ -86,6 +129,13 @@ def main() -> None:
         if trace is not None:
             trace.save(output_dir / f"trace_rank{rank}.json", rank)
     check_names_and_repeats(group)
+    if groups.group_size(group) == 2:
+        found = {strategy: np.array(overlap(strategy, group)) for strategy in OVERLAP_STRATEGIES}
+        np.savez(output_dir / f"overlap_rank{rank}.npz", growth_bytes=growth_bytes(group), **found)
+    if groups.group_size(group) == 4:
+        # As in a data-parallel x context-parallel mesh: every process makes both groups, in the same order.
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        np.savez(output_dir / f"pair{rank // 2}_rank{rank % 2}.npz", **run_case(CASES[0], pairs[rank // 2]))
 
 
 if __name__ == "__main__":

@@ -78,3 +78,30 @@ def test_trace_shows_compute_and_transfers(finished_run: tuple[int, Path]) -> No
             wanted = (plan.gather[:, column] == rank).sum() + (plan.reduce[:, column] == rank).sum()
             assert sum(kind == name for kind, _ in spans) == wanted, (rank, name)
         assert any(kind == "compute" for kind, _ in spans)
+
+
+def test_rows_arrive_while_the_rank_computes(finished_run: tuple[int, Path]) -> None:
+    num_ranks, output_dir = finished_run
+    if num_ranks != 2:
+        pytest.skip("measured on two ranks")
+    found = [np.load(output_dir / f"overlap_rank{rank}.npz") for rank in range(2)]
+    overlapped, waiting = (sum(f[name] for f in found) for name in ("fm3_no_pruning", "fm3_no_overlap"))  # [repeats]
+    assert overlapped.max() > 100, overlapped  # us; 4 MB take 2 ms or more
+    assert waiting.max() == 0, waiting  # one step that waits for all rows: the measure can say no
+
+
+def test_a_hundred_steps_take_no_memory(finished_run: tuple[int, Path]) -> None:
+    num_ranks, output_dir = finished_run
+    if num_ranks != 2:
+        pytest.skip("measured on two ranks")
+    for rank in range(2):
+        # A step's buffers are about 0.1 MB: if each stayed behind, that would be 10 MB.
+        assert np.load(output_dir / f"overlap_rank{rank}.npz")["growth_bytes"] < 4e6
+
+
+def test_pairs_of_a_larger_world_are_groups_of_their_own(finished_run: tuple[int, Path]) -> None:
+    num_ranks, output_dir = finished_run
+    if num_ranks != 4:
+        pytest.skip("two pairs need four ranks")
+    for pair in range(2):
+        compare(0, CASES[0], [dict(np.load(output_dir / f"pair{pair}_rank{rank}.npz")) for rank in range(2)])
