@@ -51,11 +51,17 @@ build: setup
 	  -DPython_EXECUTABLE=$(BIN)/python
 	@PATH="$(BIN):$$PATH" cmake --build build -j $(JOBS)
 
+# CMake goes on without the planner module where Python.h is missing; context parallelism then has nothing to run on.
+REQUIRE_PLANNER = ls paddle_fm3/_lib/_planner*.so >/dev/null 2>&1 || { echo "context parallelism is not built: \
+  $(BIN)/python has no Python.h; on Debian and Ubuntu: apt-get install python3-dev, then again"; exit 1; }
+
 demo: build
+	@$(REQUIRE_PLANNER)
 	$(RUN_PYTHON) tools/demo.py $(if $(DATA),--data "$(DATA)") $(if $(RUN),--run "$(RUN)") \
 	  $(if $(TOKENIZER),--tokenizer "$(TOKENIZER)") $(DEMO_ARGS)
 
 test: build
+	@$(REQUIRE_PLANNER)
 	@PATH="$(BIN):$$PATH" ctest --test-dir build --output-on-failure --no-tests=ignore
 	$(RUN_PYTHON) -m pytest $(PYTEST_ARGS)
 
@@ -66,6 +72,7 @@ test-gpu: build
 	$(RUN_PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
 
 test-dist: build
+	@$(REQUIRE_PLANNER)
 	$(RUN_PYTHON) -m pytest -m dist $(PYTEST_ARGS)
 
 bench: build
