@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The transport in one process: order, back-pressure, misuse, strangers, and the end of a connection."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from paddle_fm3.distributed import transport as module
+from paddle_fm3.distributed.transport import TcpTransport, TransportError, connect
+
+BIG = 3_000_001  # bytes: more than the sockets' buffers hold
+
+
+def pair() -> tuple[TcpTransport, TcpTransport]:
+    ends = socket.socketpair()
+    return TcpTransport(0, {1: ends[0]}), TcpTransport(1, {0: ends[1]})
+
+
+def view(array: np.ndarray) -> memoryview:
+    return memoryview(array.view(np.uint8))
+
+
+def post(transport: TcpTransport, kind: str, peer: int, tag: int, *arrays: np.ndarray) -> Callable[[], bool]:
+    """Posts a message of phase 1; the result says whether it is done."""
+    done: list[float] = []
+    getattr(transport, f"post_{kind}")(peer, 1, tag, [view(x) for x in arrays], done.append)
+    return lambda: bool(done)
+
+
+def test_messages_find_their_memory_in_any_order_of_posting() -> None:
+    left, right = pair()
+    rng = np.random.default_rng(0)
+    sent = [rng.integers(0, 256, BIG, np.uint8) for _ in range(3)]
+    received = [np.zeros(BIG, np.uint8) for _ in range(3)]
+    sends = [post(left, "send", 1, tag, sent[tag][:7], sent[tag][7:]) for tag in range(3)]
+    backwards = post(right, "send", 0, 9, sent[0])
+    into = np.zeros(BIG, np.uint8)
+    time.sleep(0.1)
+    assert not any(done() for done in sends)  # nobody offered memory: they wait, and so does the other direction
+    recvs = [post(right, "recv", 0, tag, received[tag]) for tag in (2, 0, 1)]
+    recvs.append(post(left, "recv", 1, 9, into))
+    for transport, dones in ((left, [*sends, recvs[3]]), (right, [*recvs[:3], backwards])):
+        assert transport.wait_until(lambda d=dones: all(done() for done in d), 10.0)
+    for tag in range(3):
+        np.testing.assert_array_equal(received[tag], sent[tag])
+    np.testing.assert_array_equal(into, sent[0])
+    assert left.sent_bytes == [0, 3 * BIG] and left.received_bytes == [0, BIG]
+    assert right.sent_bytes == [BIG, 0] and right.received_bytes == [3 * BIG, 0]
+
+
+def test_a_wrong_length_ends_both_with_one_message() -> None:
+    left, right = pair()
+    post(right, "recv", 0, 5, np.zeros(8, np.uint8))
+    post(left, "send", 1, 5, np.zeros(9, np.uint8))
+    words = "rank 1: TransportError: rank 0 sends 9 bytes as phase 1, tag 5; 8 were expected"
+    waiting = post(left, "recv", 1, 6, np.zeros(1, np.uint8))
+    for transport in (right, left):
+        with pytest.raises(TransportError) as met:
+            transport.wait_until(waiting, 10.0)
+        assert str(met.value) == words
+
+
+def test_posting_twice_is_refused() -> None:
+    left, _right = pair()
+    for _ in range(2):
+        done = post(left, "recv", 1, 4, np.zeros(8, np.uint8))
+    with pytest.raises(TransportError, match="phase 1, tag 4 of rank 1 was posted twice"):
+        left.wait_until(done, 10.0)
+
+
+def test_silence_is_bounded_and_progress_extends_it() -> None:
+    left, right = pair()
+    done = post(left, "recv", 1, 0, np.zeros(4, np.uint8))
+    began = time.monotonic()
+    assert not left.wait_until(done, 0.3)
+    assert 0.2 < time.monotonic() - began < 2.0
+    post(right, "send", 0, 0, np.zeros(4, np.uint8))
+    assert left.wait_until(done, 10.0)
+
+
+def test_a_peer_that_ends_is_a_failure_only_for_who_wants_more() -> None:
+    left, right = pair()
+    received = np.zeros(4, np.uint8)
+    done = post(left, "recv", 1, 0, received)
+    sent = post(right, "send", 0, 0, np.arange(4, dtype=np.uint8))
+    assert right.wait_until(sent, 10.0)
+    right.call_soon(lambda: right._close(right._peers[0]))
+    assert left.wait_until(done, 10.0)
+    np.testing.assert_array_equal(received, np.arange(4))
+    time.sleep(0.1)
+    assert left.failure is None
+    more = post(left, "recv", 1, 1, received)
+    with pytest.raises(TransportError, match="rank 0 lost rank 1: its connection is closed"):
+        left.wait_until(more, 10.0)
+
+
+class Ranks:
+    """connect() of several ranks in threads; exchange by a barrier."""
+
+    def __init__(self, num_ranks: int, change: Callable[[int, dict], None] = lambda rank, record: None) -> None:
+        self.results: list = [None] * num_ranks
+        self._records: list = [None] * num_ranks
+        self._barrier = threading.Barrier(num_ranks, action=lambda: self.before_calls(self._records))
+        self._change = change
+        self.before_calls: Callable[[list], None] = lambda records: None
+
+    def run(self, timeout_s: float = 5.0) -> list:
+        threads = [threading.Thread(target=self._one, args=(rank, timeout_s)) for rank in range(len(self.results))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        return self.results
+
+    def _one(self, rank: int, timeout_s: float) -> None:
+        def exchange(record: dict) -> list[dict]:
+            self._change(rank, record)
+            self._records[rank] = record
+            self._barrier.wait(10)
+            return self._records
+
+        try:
+            self.results[rank] = connect(rank, len(self.results), exchange, timeout_s)
+        except TransportError as error:
+            self.results[rank] = str(error)
+
+
+def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_HELLO_TIMEOUT_S", 0.2)
+    ranks = Ranks(3)
+    strangers = []
+
+    def intrude(records: list[dict]) -> None:
+        for hello in (b"", b"GET / HTTP/1.1\r\n\r\n" * 3, module._HELLO.pack(b"FM3hello", 1, bytes(16))):
+            strangers.append(socket.create_connection((records[0]["address"], records[0]["port"]), 2))
+            strangers[-1].sendall(hello)
+
+    ranks.before_calls = intrude
+    transports = ranks.run()
+    received = [np.zeros(2, np.uint8) for _ in range(3)]
+    for rank, transport in enumerate(transports):
+        assert isinstance(transport, TcpTransport), transport
+        post(transport, "send", (rank + 1) % 3, 0, np.full(2, rank, np.uint8))
+    for rank, transport in enumerate(transports):
+        assert transport.wait_until(post(transport, "recv", (rank - 1) % 3, 0, received[rank]), 10.0)
+    assert [x.tolist() for x in received] == [[2, 2], [0, 0], [1, 1]]
+
+
+def test_listens_on_loopback_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FM3_TRANSPORT_ADDRESS", raising=False)
+    seen = []
+    Ranks(2, lambda rank, record: seen.append(record["address"])).run()
+    assert seen == ["127.0.0.1"] * 2
+    monkeypatch.setenv("FM3_TRANSPORT_ADDRESS", "192.0.2.1")  # reserved for documentation: nobody has it
+    said = Ranks(2).run()
+    assert said[0] == said[1] and "rank 0 cannot listen at 192.0.2.1" in said[0]
+
+
+def test_several_machines_need_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FM3_TRANSPORT_ADDRESS", raising=False)
+    said = Ranks(2, lambda rank, record: record.update(machine=f"host{rank}")).run()
+    assert said[0] == said[1]
+    assert "several machines; set FM3_TRANSPORT_ADDRESS to the address of the network to use on rank 0, 1" in said[0]
+
+
+def test_a_rank_that_does_not_call_is_named() -> None:
+    def mislead(rank: int, record: dict) -> None:
+        if rank == 1:  # others call a port where nobody listens
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                record["port"] = free.getsockname()[1]
+
+    said = Ranks(3, mislead).run(timeout_s=1.0)
+    assert "rank 2 has no connection to rank 1 within 1 s" in said[2]
