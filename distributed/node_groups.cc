@@ -4,14 +4,20 @@
 #include <algorithm>
 #include <numeric>
 
+#include "island_split.h"
 #include "rank_exchange.h"
 
 namespace fm3::planner {
 namespace {
 
 constexpr double kEvenEnough = 0.002;  // nodes this close to the mean are left alone
-constexpr size_t kTried = 12;          // chunks of a node that an exchange considers
-constexpr int kVerified = 4;  // candidates of an exchange whose traffic is computed exactly
+constexpr size_t kMostSplits = 6;      // island splits tried, fewer for many nodes
+constexpr double kCoarseGap = 0.05;    // less even than this, and other starts are tried as well
+// A split this even, with this share of the rows crossing, ends the search.
+constexpr double kFineGap = 0.02, kFineShare = 0.25;
+constexpr double kCrowdedShare = 0.45;
+constexpr size_t kTried = 12;  // chunks of a node that an exchange considers
+constexpr int kVerified = 4;   // candidates of an exchange whose traffic is computed exactly
 
 // How many chunks each node gets, in proportion to its slots.
 std::vector<int32_t> chunks_per_node(const NodeProblem& problem, const std::vector<Node>& nodes) {
@@ -185,7 +191,7 @@ struct Exchange {
 };
 
 double estimate_us(const Grouping& grouping, int32_t node) {
-  return overlapped_us(grouping.compute_us(node), grouping.transfer_us(node));
+  return grouping.estimate_us(node, grouping.compute_us(node), grouping.slow_rows(node));
 }
 
 double latest_us(const Grouping& grouping) {
@@ -290,8 +296,7 @@ class NodeDescent {
   double guess_us(int32_t node, Load load_change, int64_t slow_rows_change) const {
     const double compute_us = grouping_.compute_us(node) +
                               double(load_change) * problem_.us_per_load / nodes_[node].speed;
-    return overlapped_us(
-        compute_us, grouping_.to_transfer_us(node, grouping_.slow_rows(node) + slow_rows_change));
+    return grouping_.estimate_us(node, compute_us, grouping_.slow_rows(node) + slow_rows_change);
   }
 
   const NodeProblem& problem_;
@@ -303,13 +308,15 @@ class NodeDescent {
 
 struct Assignment {
   std::vector<int32_t> ranks;  // [num_chunks]
-  double finish;
+  double us;                   // of the latest node, traffic included
+  double finish;               // of the latest rank
+  double share;                // of other nodes' rows, that the node with most traffic fetches
 };
 
 // Balances inside each node, then trades between ranks of any nodes.
 Assignment to_ranks(const NodeProblem& problem, const std::vector<Node>& nodes, Grouping& grouping,
                     const BalanceOptions& options, double bound, int64_t max_steps) {
-  Assignment found{std::vector<int32_t>(problem.num_chunks()), 0};
+  Assignment found{std::vector<int32_t>(problem.num_chunks()), 0, 0, 0};
   std::vector<std::vector<int32_t>> chunks_of_node(nodes.size());
   for (int32_t chunk = 0; chunk < problem.num_chunks(); ++chunk) {
     chunks_of_node[grouping.node_of(chunk)].push_back(chunk);
@@ -327,9 +334,11 @@ Assignment to_ranks(const NodeProblem& problem, const std::vector<Node>& nodes, 
       found.ranks[chunks[i]] = nodes[node].ranks[result.ranks[i]];
   }
   RankExchange exchange(problem, grouping, found.ranks);
-  exchange.even_out(bound * (1 + options.target_gap), grouping.steps() + max_steps / 2);
-  exchange.cut_traffic(grouping.steps() + max_steps / 2);
+  exchange.even_out(bound * (1 + options.target_gap), grouping.steps() + max_steps);
+  found.us = exchange.estimate_us();
   found.finish = exchange.latest_finish();
+  for (int32_t node = 0; node < grouping.num_nodes(); ++node)
+    found.share = std::max(found.share, grouping.share(grouping.slow_rows(node)));
   return found;
 }
 
@@ -345,25 +354,54 @@ Balance balance_by_node(const NodeProblem& problem, const std::vector<Need>& nee
     between.capacity.push_back(node.slots);
     between.speed.push_back(node.speed);
   }
-  // Starts with few slow rows (whole islands, neighbours together) or even loads (longest first); each is improved.
   const auto islands = heavy_islands_first(problem, needs, grid);
-  std::vector<int32_t> best;
-  double best_us = 0;
-  for (const auto& start :
-       {two_ended(problem, nodes, islands, false), two_ended(problem, nodes, islands, true),
-        packed(problem, nodes, islands), contiguous(problem, nodes), balance_lpt(between)}) {
+  const double bound = lower_bound({problem.weights, problem.capacity, problem.speed});
+  Assignment best{{}, 0, 0, 0};
+  const auto consider = [&](std::vector<int32_t> node_of_chunk) {
+    grouping.load(node_of_chunk);
+    Assignment found = to_ranks(problem, nodes, grouping, options, bound, max_steps / 6);
+    if (best.ranks.empty() || found.us < best.us) best = std::move(found);
+  };
+  const std::vector<int32_t> counts = chunks_per_node(problem, nodes);
+  const size_t num_splits =
+      std::clamp<size_t>(kMostSplits * 4 / (nodes.size() * nodes.size()), 2, kMostSplits);
+  for (size_t seed = 0; seed < num_splits; ++seed) {
+    const auto start = split_islands(problem, nodes, counts, segments, islands, seed);
+    if (start.empty()) break;
     grouping.load(start);
     NodeDescent(problem, nodes, grouping).run(grouping.steps() + max_steps / 6);
-    const double us = latest_us(grouping);
-    if (best.empty() || us < best_us) {
-      best = grouping.node_of_chunk();
-      best_us = us;
-    }
+    if (best.ranks.empty() || latest_us(grouping) < best.us) consider(grouping.node_of_chunk());
+    if (best.finish <= bound * (1 + kFineGap) && best.share <= kFineShare) break;
   }
-  grouping.load(best);
-  const double bound = lower_bound({problem.weights, problem.capacity, problem.speed});
-  const Assignment found = to_ranks(problem, nodes, grouping, options, bound, max_steps / 3);
-  return {found.ranks, found.finish, bound};
+  if (best.ranks.empty() || best.share > kCrowdedShare) {
+    // Most rows cross whatever the layout: crowding tells layouts apart no longer.
+    grouping.ignore_crowding();
+    best = {};
+  }
+  if (best.ranks.empty() || islands.size() < 2 * nodes.size() ||
+      best.finish > bound * (1 + kCoarseGap)) {
+    // No islands, few, or they do not divide. Starts with few slow rows (neighbours together) or even loads (longest first); each is improved.
+    std::vector<int32_t> best_start;
+    double best_us = 0;
+    for (const auto& start :
+         {two_ended(problem, nodes, islands, false), two_ended(problem, nodes, islands, true),
+          packed(problem, nodes, islands), contiguous(problem, nodes), balance_lpt(between)}) {
+      grouping.load(start);
+      NodeDescent(problem, nodes, grouping).run(grouping.steps() + max_steps / 6);
+      const double us = latest_us(grouping);
+      if (best_start.empty() || us < best_us) {
+        best_start = grouping.node_of_chunk();
+        best_us = us;
+      }
+    }
+    consider(best_start);
+  }
+  std::vector<int32_t> node_of_chunk;
+  for (int32_t rank : best.ranks) node_of_chunk.push_back(problem.node_of_rank[rank]);
+  grouping.load(node_of_chunk);
+  RankExchange exchange(problem, grouping, best.ranks);
+  exchange.cut_traffic(grouping.steps() + max_steps / 6);
+  return {best.ranks, exchange.latest_finish(), bound};
 }
 
 }  // namespace fm3::planner

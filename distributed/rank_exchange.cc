@@ -7,7 +7,7 @@
 namespace fm3::planner {
 namespace {
 
-constexpr size_t kTradesVerified = 16;   // trades whose traffic is computed exactly
+constexpr size_t kTradesVerified = 32;   // trades whose traffic is computed exactly
 constexpr int64_t kWorthwhileRows = 64;  // less saved traffic is not worth a trade
 
 }  // namespace
@@ -32,17 +32,42 @@ double RankExchange::latest_finish() const {
   return latest;
 }
 
+double RankExchange::estimate_us() const {
+  double unhidden_us = 0;
+  for (int32_t node = 0; node < grouping_.num_nodes(); ++node)
+    unhidden_us = std::max(unhidden_us, traffic_us(node));
+  return latest_finish() * problem_.us_per_load + unhidden_us;
+}
+
 void RankExchange::even_out(double goal, int64_t last_step) {
+  // A trade helps its two ranks; only several may help the latest of all, at the price of each one's traffic. So
+  // trades go on, and what did not pay in the end is taken back.
+  double best_us = estimate_us();
+  size_t num_kept = 0;
+  std::vector<std::pair<int32_t, Trade>> trades;
   while (grouping_.steps() < last_step) {
     int32_t latest = 0;
     for (int32_t rank = 1; rank < problem_.num_ranks(); ++rank) {
       if (finish(rank) > finish(latest)) latest = rank;
     }
-    if (finish(latest) <= goal || !trade_best(latest)) return;
+    if (finish(latest) <= goal) break;
+    const Trade trade = best_trade(latest);
+    if (trade.gain_us <= 0) break;
+    apply(latest, trade);
+    trades.emplace_back(latest, trade);
+    const double us = estimate_us();
+    if (us < best_us) {
+      best_us = us;
+      num_kept = trades.size();
+    }
+  }
+  for (; trades.size() > num_kept; trades.pop_back()) {
+    const auto& [rank, trade] = trades.back();
+    apply(rank, {0, trade.other, trade.theirs, trade.mine});
   }
 }
 
-bool RankExchange::trade_best(int32_t rank) {
+RankExchange::Trade RankExchange::best_trade(int32_t rank) {
   std::vector<Trade> best;
   const double before = finish(rank);
   for (int32_t other = 0; other < problem_.num_ranks(); ++other) {
@@ -59,23 +84,17 @@ bool RankExchange::trade_best(int32_t rank) {
       for (int32_t theirs : chunks_[other]) consider(rank, other, mine, theirs, before, best);
     }
   }
-  double best_net_us = 0;
-  const Trade* chosen = nullptr;
+  Trade chosen{0, rank, -1, -1};
   for (const Trade& trade : best) {
-    if (trade.gain_us <= best_net_us) break;
-    const double transfer_before = transfer_us(rank, trade.other);
+    if (trade.gain_us <= chosen.gain_us) break;
+    const int32_t node = problem_.node_of_rank[rank], other = problem_.node_of_rank[trade.other];
+    const double before_us = traffic_us(node) + traffic_us(other);
     apply(rank, trade);
-    const double net_us =
-        trade.gain_us - kUnhiddenShare * (transfer_us(rank, trade.other) - transfer_before);
+    const double net_us = trade.gain_us - (traffic_us(node) + traffic_us(other) - before_us);
     apply(rank, {0, trade.other, trade.theirs, trade.mine});
-    if (net_us > best_net_us) {
-      best_net_us = net_us;
-      chosen = &trade;
-    }
+    if (net_us > chosen.gain_us) chosen = {net_us, trade.other, trade.mine, trade.theirs};
   }
-  if (chosen == nullptr) return false;
-  apply(rank, *chosen);
-  return true;
+  return chosen;
 }
 
 void RankExchange::consider(int32_t rank, int32_t other, int32_t mine, int32_t theirs,
@@ -92,9 +111,9 @@ void RankExchange::consider(int32_t rank, int32_t other, int32_t mine, int32_t t
   best.insert(std::upper_bound(best.begin(), best.end(), trade, is_better), trade);
 }
 
-double RankExchange::transfer_us(int32_t rank, int32_t other) const {
-  return grouping_.transfer_us(problem_.node_of_rank[rank]) +
-         grouping_.transfer_us(problem_.node_of_rank[other]);
+double RankExchange::traffic_us(int32_t node) const {
+  return kUnhiddenShare * grouping_.transfer_us(node) +
+         grouping_.crowding_us(node, grouping_.slow_rows(node));
 }
 
 void RankExchange::apply(int32_t rank, const Trade& trade) {

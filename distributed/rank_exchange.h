@@ -18,6 +18,7 @@ class RankExchange {
   void cut_traffic(int64_t last_step);
 
   double latest_finish() const;
+  double estimate_us() const;
 
  private:
   struct Trade {
@@ -30,10 +31,10 @@ class RankExchange {
   };
 
   double finish(int32_t rank) const { return double(loads_[rank]) / problem_.speed[rank]; }
-  bool trade_best(int32_t rank);
+  Trade best_trade(int32_t rank);  // gain_us 0: none pays
   void consider(int32_t rank, int32_t other, int32_t mine, int32_t theirs, double before,
                 std::vector<Trade>& best) const;
-  double transfer_us(int32_t rank, int32_t other) const;
+  double traffic_us(int32_t node) const;  // that nothing hides
   void apply(int32_t rank, const Trade& trade);
   void give(int32_t chunk, int32_t from, int32_t to);
   std::vector<Single> singles(int32_t from, int32_t to);

@@ -66,7 +66,7 @@ TABLES = {
         "balance_cpu.jsonl", "balance", ("row",), ("algo",),
         "{subopt_vs_best_pct:.1f} % / {max_gap_vs_best_pct:.2f} %",
         "Instances worse than the best found / largest gap to it",
-        "tools/bench_balance.py --json results/balance_cpu.jsonl",
+        "tools/bench_planner.py balance --results results",
     ),
     "training": Table(
         "training_cpu.jsonl", "training", ("config",), ("cp",),

@@ -11,7 +11,8 @@ from ortools.sat.python import cp_model
 
 from paddle_fm3.distributed.balance import SearchEffort, balance_by_node, balance_chunks, balance_lpt
 from paddle_fm3.distributed.balance_paper import hcc_ipo, ipo, needed_key_blocks
-from paddle_fm3.distributed.cost import CostModel
+from paddle_fm3.distributed.cost import CostModel, Link
+from paddle_fm3.distributed.planner import PlanOptions, build_plan
 from paddle_fm3.distributed.topology import Topology
 from paddle_fm3.distributed.workload import scan_mask
 from paddle_fm3.mask import builders
@@ -199,6 +200,8 @@ def test_nodes_keep_documents_together_when_that_is_even() -> None:
 
 
 def test_nodes_of_unequal_size_and_speed() -> None:
+    """With a link so fast that compute decides: on a slow one, 16K tokens are better off uneven than sent about."""
+    cost = CostModel(slow=Link(gb_per_s=400.0, latency_us=15.0))
     rng = np.random.default_rng(3)
     for _ in range(20):
         lengths = rng.multinomial(16384, rng.dirichlet(np.ones(9)))
@@ -206,9 +209,25 @@ def test_nodes_of_unequal_size_and_speed() -> None:
         topology = Topology((0, 0, 0, 1, 1, 2))
         capacities = [8, 6, 6, 6, 6, 8]
         speeds = [1.0, 1.0, 0.5, 1.0, 1.0, 2.0]
-        result = balance_by_node(scan, weights, topology, CostModel(), capacities=capacities, speeds=speeds)
+        result = balance_by_node(scan, weights, topology, cost, capacities=capacities, speeds=speeds)
         assert finish_of(weights, result.chunk_ranks, capacities, speeds) == pytest.approx(result.finish)
         assert result.finish <= 1.25 * balance_chunks(weights, 6, capacities=capacities, speeds=speeds).finish
+
+
+@pytest.mark.parametrize("block", range(3))
+def test_documents_cross_nodes_far_less_than_an_all_gather(block: int) -> None:
+    """Issue 5: 16 ranks on two nodes, bidirectional documents: every sample under 35 %, and even all the same."""
+    topology = Topology.uniform(16, 8)
+    imbalances = []
+    for seed in range(24 * block, 24 * (block + 1)):
+        rng = np.random.default_rng([seed, 131072])
+        share = rng.random(int(rng.integers(10, 17))) + 1e-3
+        edges = np.unique(np.concatenate([[0], np.round(np.cumsum(share) / share.sum() * 131072).astype(int)]))
+        mask = builders.document(np.diff(edges).tolist())
+        plan = build_plan(mask, 16, topology=topology, options=PlanOptions(chunk_rows=2048))
+        assert plan.slow_rows < 0.35 * 131072, (seed, plan.slow_rows / 131072)
+        imbalances.append(plan.imbalance)
+    assert np.mean(imbalances) < 0.025
 
 
 def test_hcc_lowers_traffic_and_keeps_counts() -> None:
