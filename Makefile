@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# From nothing to a result, on a machine with Python 3.10 - 3.12 (with venv), g++ and make:
+# From nothing to a result, on a machine with Python 3.10 - 3.12, g++ and make (as root on Debian and Ubuntu, missing
+# packages of theirs are installed: tools/system_packages.sh):
 #   make demo   trains a small MoE on real packed documents under context parallelism
 #   make test   runs the whole test suite
 # Every target sets up what it needs and repeats nothing that is done already.
@@ -36,12 +37,10 @@ help:
 setup: $(SETUP_STAMP)
 
 $(SETUP_STAMP): requirements.txt requirements-paddlenlp.txt constraints.txt
-	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' || \
-	  { echo "PYTHON=$(PYTHON) must be Python 3.10, 3.11 or 3.12: make PYTHON=/path/to/python3.11 ..."; exit 1; }
-	@"$(PYTHON)" -c 'import ensurepip, venv' || \
-	  { echo "PYTHON=$(PYTHON) has no venv module; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	@command -v g++ >/dev/null || { echo "no g++; on Debian and Ubuntu: apt-get install g++"; exit 1; }
+	@tools/system_packages.sh "$(PYTHON)"
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@# Debian 12 brings pip 23.0, which builds old source packages (seqeval) the legacy way, and that fails today.
+	$(BIN)/python -m pip install --disable-pip-version-check -q pip==24.3.1
 	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements.txt -c constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -r requirements-paddlenlp.txt
 	@touch $@
