@@ -47,9 +47,7 @@ def check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
         sizes = [query.shape[0], key.shape[0], value.shape[0]]
         raise ValueError(f"{_WHO}: query, key, value have b={sizes}; the batch sizes must be equal")
     if _differ(key.shape[3], query.shape[3]):
-        raise ValueError(
-            f"{_WHO}: key.shape is {list(key.shape)}; its last axis must be query's d_qk={query.shape[3]}"
-        )
+        raise ValueError(f"{_WHO}: key.shape is {list(key.shape)}; its last axis must be query's d_qk={query.shape[3]}")
     if _differ(value.shape[1], key.shape[1]) or _differ(value.shape[2], key.shape[2]):
         raise ValueError(
             f"{_WHO}: value.shape is {list(value.shape)}; expected [b, s_k, h_kv, d_v] with "
@@ -102,9 +100,7 @@ def check_block_mask(block_mask: Tensor, query: Tensor, key: Tensor, indices: Te
 def check_column_mask(mask: ColumnMask, query: Tensor, key: Tensor, causal: bool, window_size, block_mask):
     """A ColumnMask is the whole mask: nothing else may hide, and it must fit the tensors."""
     if window_size is not None or block_mask is not None:
-        raise ValueError(
-            f"{_WHO}: a ColumnMask excludes window_size and block_mask; put them into the mask"
-        )
+        raise ValueError(f"{_WHO}: a ColumnMask excludes window_size and block_mask; put them into the mask")
     if causal and not mask.is_causal:
         raise ValueError(
             f"{_WHO}: causal=True with a ColumnMask of is_causal=False; the mask decides, so build it with "

@@ -125,6 +125,4 @@ def _load(name: str, backend: str) -> ctypes.CDLL:
     try:
         return _c_api.declare(ctypes.CDLL(str(path)), backend)
     except (OSError, AttributeError) as error:
-        raise NativeLibraryError(
-            f"paddle_fm3: {path} does not load: {error}; {_HOW_TO_BUILD[name]}"
-        ) from error
+        raise NativeLibraryError(f"paddle_fm3: {path} does not load: {error}; {_HOW_TO_BUILD[name]}") from error

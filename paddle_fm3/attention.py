@@ -86,9 +86,7 @@ def flashmask_attention(
     _arguments.check_sizes(query, key, value)
     if isinstance(startend_row_indices, ColumnMask):
         mask = startend_row_indices
-        startend_row_indices, causal, block_mask = _mask_tensors(
-            mask, query, key, causal, window_size, block_mask
-        )
+        startend_row_indices, causal, block_mask = _mask_tensors(mask, query, key, causal, window_size, block_mask)
     if window_size is not None:
         left, right = _arguments.window_sides(window_size, startend_row_indices)
         h_mask = 1 if block_mask is None or len(block_mask.shape) != 4 else _size(block_mask, 1)
@@ -156,10 +154,7 @@ def _on_one_mesh(*tensors: Tensor) -> tuple[Tensor, ...]:
 
     replicated = [paddle.distributed.Replicate()] * meshes[0].ndim
     return tuple(
-        tensor
-        if tensor.is_dist()
-        else dtensor_from_local(tensor, meshes[0], replicated)
-        for tensor in tensors
+        tensor if tensor.is_dist() else dtensor_from_local(tensor, meshes[0], replicated) for tensor in tensors
     )
 
 

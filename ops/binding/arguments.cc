@@ -92,8 +92,9 @@ BoundForm checked_form(const paddle::Tensor& bounds, bool is_causal) {
   if (is_causal && num_bounds == 2) return BoundForm::kLower2;
   if (!is_causal && num_bounds == 2) return BoundForm::kOuter2;
   if (!is_causal && num_bounds == 4) return BoundForm::kBoth4;
-  fail("startend_row_indices.shape is ", dims_text(bounds), "; with causal=",
-       is_causal ? "True" : "False", " its last axis must be ", is_causal ? "1 or 2" : "2 or 4");
+  fail("startend_row_indices.shape is ", dims_text(bounds),
+       "; with causal=", is_causal ? "True" : "False", " its last axis must be ",
+       is_causal ? "1 or 2" : "2 or 4");
 }
 
 MaskView checked_mask(const AttentionInputs& inputs, const Shape& shape) {
@@ -105,8 +106,7 @@ MaskView checked_mask(const AttentionInputs& inputs, const Shape& shape) {
   mask.s_k = shape.s_k;
   if (!is_absent(inputs.bounds)) {
     check_rank4("startend_row_indices", inputs.bounds, "[b, h_mask, s_k, n]");
-    mask.h_mask =
-        checked_mask_heads("startend_row_indices", inputs.bounds, shape, inputs.q);
+    mask.h_mask = checked_mask_heads("startend_row_indices", inputs.bounds, shape, inputs.q);
     if (inputs.bounds.shape()[2] != shape.s_k) {
       fail("startend_row_indices.shape is ", dims_text(inputs.bounds),
            "; its third axis must be s_k=", shape.s_k);
@@ -116,15 +116,15 @@ MaskView checked_mask(const AttentionInputs& inputs, const Shape& shape) {
   }
   if (!is_absent(inputs.block_mask)) {
     check_rank4("block_mask", inputs.block_mask, "[b, h_mask, ceil(s_q/128), ceil(s_k/128)]");
-    const int32_t h_mask =
-        checked_mask_heads("block_mask", inputs.block_mask, shape, inputs.q);
+    const int32_t h_mask = checked_mask_heads("block_mask", inputs.block_mask, shape, inputs.q);
     if (mask.form != BoundForm::kNone && h_mask != mask.h_mask) {
       fail("block_mask.shape is ", dims_text(inputs.block_mask),
            "; its second axis must be h_mask=", mask.h_mask, " as in startend_row_indices");
     }
     const int64_t num_q_tiles = (int64_t{shape.s_q} + kBlockMaskTile - 1) / kBlockMaskTile;
     const int64_t num_k_tiles = (int64_t{shape.s_k} + kBlockMaskTile - 1) / kBlockMaskTile;
-    if (inputs.block_mask.shape()[2] != num_q_tiles || inputs.block_mask.shape()[3] != num_k_tiles) {
+    if (inputs.block_mask.shape()[2] != num_q_tiles ||
+        inputs.block_mask.shape()[3] != num_k_tiles) {
       fail("block_mask.shape is ", dims_text(inputs.block_mask), "; expected [b, h_mask, ",
            num_q_tiles, ", ", num_k_tiles, "], one entry a 128 x 128 tile of s_q=", shape.s_q,
            " by s_k=", shape.s_k);

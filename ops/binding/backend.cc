@@ -27,16 +27,20 @@ const Backend kCpu = {
 
 #ifdef FM3_BINDING_SM90
 void fill_zero_on_stream(void* data, size_t num_bytes, void* stream) {
-  const cudaError_t error =
-      cudaMemsetAsync(data, 0, num_bytes, static_cast<cudaStream_t>(stream));
+  const cudaError_t error = cudaMemsetAsync(data, 0, num_bytes, static_cast<cudaStream_t>(stream));
   if (error != cudaSuccess) {
     fail("cudaMemsetAsync failed: ", cudaGetErrorString(error));
   }
 }
 
 const Backend kSm90 = {
-    "sm90",         fm3_sm90_fwd,        fm3_sm90_bwd,       fm3_sm90_fwd_workspace_bytes,
-    fm3_sm90_bwd_workspace_bytes, fill_zero_on_stream, fm3_sm90_last_error,
+    "sm90",
+    fm3_sm90_fwd,
+    fm3_sm90_bwd,
+    fm3_sm90_fwd_workspace_bytes,
+    fm3_sm90_bwd_workspace_bytes,
+    fill_zero_on_stream,
+    fm3_sm90_last_error,
 };
 #endif
 
@@ -48,8 +52,7 @@ const Backend& backend_for(const paddle::Tensor& tensor) {
   if (tensor.is_gpu()) return kSm90;
 #endif
   std::ostringstream text;
-  text << "no kernels are built for tensors on " << tensor.place()
-       << "; this build serves cpu"
+  text << "no kernels are built for tensors on " << tensor.place() << "; this build serves cpu"
 #ifdef FM3_BINDING_SM90
        << " and gpu"
 #else

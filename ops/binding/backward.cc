@@ -20,8 +20,9 @@ std::vector<paddle::Tensor> attention_backward(
     const paddle::Tensor& maybe_dlse,  // [b, h_q, s_q]
     float softmax_scale, bool is_causal, bool is_deterministic) {
   if (!q.defined() || !out.defined()) {
-    fail("a second backward() through one graph, whose saved tensors are gone; "
-         "pass retain_graph=True to the first");
+    fail(
+        "a second backward() through one graph, whose saved tensors are gone; "
+        "pass retain_graph=True to the first");
   }
   const paddle::Tensor dense_q = contiguous(q), dense_k = contiguous(k), dense_v = contiguous(v);
   const paddle::Tensor dense_bounds = contiguous(bounds), dense_block_mask = contiguous(block_mask);

@@ -33,9 +33,11 @@ inline std::vector<Dims> infer_backward_shape(const Dims& q, const Dims& k, cons
   return {q, k, v};
 }
 
-inline std::vector<paddle::DataType> infer_backward_dtype(
-    paddle::DataType q, paddle::DataType k, paddle::DataType v, paddle::DataType, paddle::DataType,
-    paddle::DataType, paddle::DataType, paddle::DataType, paddle::DataType) {
+inline std::vector<paddle::DataType> infer_backward_dtype(paddle::DataType q, paddle::DataType k,
+                                                          paddle::DataType v, paddle::DataType,
+                                                          paddle::DataType, paddle::DataType,
+                                                          paddle::DataType, paddle::DataType,
+                                                          paddle::DataType) {
   return {q, k, v};
 }
 

@@ -9,7 +9,7 @@ namespace {
 
 using phi::distributed::TensorDistAttr;
 
-using MeshDims = std::vector<int64_t>;      // mesh dimensions that split one axis; empty: none
+using MeshDims = std::vector<int64_t>;     // mesh dimensions that split one axis; empty: none
 using AxisSplits = std::vector<MeshDims>;  // one entry a tensor axis
 
 // Which mesh dimensions split the batch and the heads, the same for every tensor of the call.

@@ -238,8 +238,8 @@ struct QueryTile {
   int32_t q_begin;
   int num_rows;
   bool is_partial;
-  const float* lse;  // [num_rows]
-  const float* delta;  // [num_rows]
+  const float* lse;         // [num_rows]
+  const float* delta;       // [num_rows]
   const float* maybe_dlse;  // [num_rows]
 };
 

@@ -6,14 +6,14 @@
 // kStrip queries goes through scores, softmax and output before the next: its scores stay in L1.
 
 struct ForwardScratch {
-  float* q_panels;  // [q_padded/kPanel][d_qk][width] q * softmax_scale * log2(e)
-  float* k_rows;  // [kBlockK][d_qk]
-  float* v_panels;  // [d_v_padded/kPanel][num_keys][width]
-  float* s;  // [kBlockK][kStrip] scores in log2 units, then probabilities
-  float* out;  // [kBlockQ][d_v_padded] unnormalised output
-  float* row;  // one row of q or v
-  float* row_max;  // [kBlockQ]
-  float* row_sum;  // [kBlockQ]
+  float* q_panels;   // [q_padded/kPanel][d_qk][width] q * softmax_scale * log2(e)
+  float* k_rows;     // [kBlockK][d_qk]
+  float* v_panels;   // [d_v_padded/kPanel][num_keys][width]
+  float* s;          // [kBlockK][kStrip] scores in log2 units, then probabilities
+  float* out;        // [kBlockQ][d_v_padded] unnormalised output
+  float* row;        // one row of q or v
+  float* row_max;    // [kBlockQ]
+  float* row_sum;    // [kBlockQ]
   float* row_scale;  // [kBlockQ] 2^(old max - new max)
   TileBounds* bounds;
   VisibleSpans* spans;

@@ -88,7 +88,7 @@ class Pool {
     }
   }
 
-  std::mutex busy_;  // held by the one caller that uses the workers
+  std::mutex busy_;   // held by the one caller that uses the workers
   std::mutex mutex_;  // guards what follows
   std::condition_variable wake_, done_;
   std::vector<std::thread> workers_;

@@ -75,7 +75,9 @@ def _dense_attention(q, k, v, visible: np.ndarray):
 
 def _arrays(s_q=S, s_k=S, h_q=4, h_kv=2, d=32, b=2):
     rng = np.random.default_rng(0)
-    return [rng.standard_normal(shape, np.float32) for shape in ((b, s_q, h_q, d), (b, s_k, h_kv, d), (b, s_k, h_kv, d))]
+    return [
+        rng.standard_normal(shape, np.float32) for shape in ((b, s_q, h_q, d), (b, s_k, h_kv, d), (b, s_k, h_kv, d))
+    ]
 
 
 def _check(visible: np.ndarray, arrays, *arguments, **options) -> None:
@@ -155,9 +157,7 @@ def test_window_size_gives_paddles_indices(causal, monkeypatch):
     monkeypatch.setattr(flash_attention._C_ops, "flashmask_attention_v2", capture)
     monkeypatch.setattr(flash_attention._C_ops, "flashmask_attention", capture)
     monkeypatch.setattr(paddle, "get_flags", lambda names: {name: 0 for name in names})
-    monkeypatch.setattr(
-        flash_attention.paddle.base.framework, "get_flags", lambda names: {name: 3 for name in names}
-    )
+    monkeypatch.setattr(flash_attention.paddle.base.framework, "get_flags", lambda names: {name: 3 for name in names})
     q = paddle.zeros([2, 20, 1, 8])
     with pytest.raises(StopIteration):
         flash_attention.flashmask_attention(q, q, q, window_size=(4, 6), causal=causal)

@@ -109,6 +109,10 @@ def test_static_auto_parallel_trains_as_dygraph():
     """One rank: Paddle's static engine on CPU starts no second one. The later losses depend on gradients."""
     root = Path(__file__).parents[2]
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", STATIC_AUTO_PARALLEL], cwd=root, capture_output=True, text=True, timeout=200
+        [sys.executable, "-W", "ignore", "-c", STATIC_AUTO_PARALLEL],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert result.returncode == 0 and "agree" in result.stdout, result.stderr[-3000:]

@@ -115,8 +115,12 @@ FAULTS: dict[str, Fault] = {
         if mask.block_mask is None or mask.block_mask.shape[2] != mask.block_mask.shape[3]
         else dataclasses.replace(mask, block_mask=mask.block_mask.swapaxes(2, 3).copy())
     ),
-    "mask head 0 for every head": _bounds_changed(lambda bounds, _: np.broadcast_to(bounds[:, :1], bounds.shape).copy()),
-    "batch entry 0 for every entry": _bounds_changed(lambda bounds, _: np.broadcast_to(bounds[:1], bounds.shape).copy()),
+    "mask head 0 for every head": _bounds_changed(
+        lambda bounds, _: np.broadcast_to(bounds[:, :1], bounds.shape).copy()
+    ),
+    "batch entry 0 for every entry": _bounds_changed(
+        lambda bounds, _: np.broadcast_to(bounds[:1], bounds.shape).copy()
+    ),
     "bounds not clipped at 0": _bounds_changed(lambda bounds, _: np.where(bounds < 0, 1, bounds)),
     "lse in base 2": _outputs_changed(_lse_in_base_2),
     "NaN in hidden rows": _outputs_changed(_nan_in_hidden_rows),

@@ -126,9 +126,7 @@ def test_saved_program_runs_in_another_process(tmp_path, has_indices):
     for idx, array in enumerate(inputs):
         np.save(tmp_path / f"input{idx}.npy", array)
     root = Path(__file__).parents[2]
-    subprocess.run(
-        [sys.executable, "-c", _LOAD_AND_RUN, str(tmp_path), str(len(inputs))], check=True, cwd=root
-    )
+    subprocess.run([sys.executable, "-c", _LOAD_AND_RUN, str(tmp_path), str(len(inputs))], check=True, cwd=root)
     expected = block(*(op_support.to_tensor(array) for array in inputs)).numpy()
     np.testing.assert_allclose(np.load(tmp_path / "output.npy"), expected, rtol=1e-6, atol=1e-6)
 

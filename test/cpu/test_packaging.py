@@ -62,7 +62,18 @@ def packages(tmp_path_factory) -> tuple[Path, Path]:
 def test_wheel_works_outside_the_checkout(packages, tmp_path):
     _, wheel = packages
     site = tmp_path / "site"
-    run(sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(site), str(wheel), cwd=tmp_path)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(site),
+        str(wheel),
+        cwd=tmp_path,
+    )
     run(sys.executable, "-c", USE_IT, cwd=tmp_path, PYTHONPATH=str(site))
     info = run(sys.executable, "-m", "paddle_fm3", "info", cwd=tmp_path, PYTHONPATH=str(site))
     assert f"libraries in {site / 'paddle_fm3' / '_lib'}" in info and "cpu   serves" in info
@@ -76,7 +87,9 @@ def test_wheel_holds_what_it_should(packages):
         assert f"paddle_fm3/{wanted}" in names
     top_level = {name.partition("/")[0] for name in names}
     assert {name for name in top_level if not name.endswith(".dist-info")} == {"paddle_fm3"}
-    assert re.fullmatch(rf"paddle_fm3-[\d.]+-cp3{sys.version_info.minor}-cp3{sys.version_info.minor}-linux_\w+\.whl", wheel.name)
+    assert re.fullmatch(
+        rf"paddle_fm3-[\d.]+-cp3{sys.version_info.minor}-cp3{sys.version_info.minor}-linux_\w+\.whl", wheel.name
+    )
     metadata = zipfile.ZipFile(wheel).read(next(name for name in names if name.endswith("METADATA"))).decode()
     assert "License-Expression: Apache-2.0" in metadata
 
@@ -119,6 +132,8 @@ def test_every_requirement_is_pinned():
             assert not line or line.startswith("#") or re.match(r"[\w.-]+==[\w.]+( ;|$)", line), f"{name}: {line}"
 
 
-@pytest.mark.parametrize("target", ["setup", "build", "demo", "test", "test-unit", "test-gpu", "test-dist", "lint", "bench", "clean"])
+@pytest.mark.parametrize(
+    "target", ["setup", "build", "demo", "test", "test-unit", "test-gpu", "test-dist", "lint", "bench", "clean"]
+)
 def test_makefile_has_every_verb(target):
     run("make", "-n", target, cwd=ROOT)

@@ -87,7 +87,9 @@ def check_refilled_mask(group: object | None) -> None:
     """A mask tensor that is refilled by any of Paddle's ways is not taken for the mask it held before."""
     partition = dual_chunk_partition(32, groups.group_size(group))
     rows = partition.rows_of(groups.group_rank(group))
-    q, k, v = (paddle.to_tensor(x) for x in np.random.default_rng(6).standard_normal((3, 1, 32, 1, 8)).astype("float32"))
+    q, k, v = (
+        paddle.to_tensor(x) for x in np.random.default_rng(6).standard_normal((3, 1, 32, 1, 8)).astype("float32")
+    )
     local = [x[:, rows] for x in (q, k, v)]
     bounds = paddle.full([1, 1, 32, 1], 32, "int32")
 

@@ -15,9 +15,9 @@
 
 namespace fm3::sm90 {
 
-constexpr int32_t kTileQ = 128;        // query rows of one forward work tile
-constexpr int32_t kHullCols = 128;     // key columns of one hull; = kBlockMaskTile
-constexpr int32_t kGranuleCols = 16;   // an item may begin at any multiple of this
+constexpr int32_t kTileQ = 128;       // query rows of one forward work tile
+constexpr int32_t kHullCols = 128;    // key columns of one hull; = kBlockMaskTile
+constexpr int32_t kGranuleCols = 16;  // an item may begin at any multiple of this
 // Key columns of one item. Forward TFLOP/s on ten benchmark cases against 128 and 176 columns:
 // 1.008 and 1.019 in the geometric mean (H200, 2026-11-29); wide heads take an item in two steps,
 // which needs a multiple of 32.

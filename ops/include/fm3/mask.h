@@ -15,16 +15,18 @@ namespace fm3 {
 
 // How the last axis of `startend_row_indices` is read. Only `bounds_at` looks at this.
 enum class BoundForm : int32_t {
-  kNone = 0,   // no indices: only `is_causal` hides anything
-  kLower1 = 1, // [LTS]                  rows [LTS, s_q) hidden        (causal, n = 1)
-  kLower2 = 2, // [LTS, LTE]             rows [LTS, LTE) hidden        (causal, n = 2)
-  kOuter2 = 3, // [LTS, UTE]             rows [LTS, s_q) and [0, UTE)  (not causal, n = 2)
-  kBoth4 = 4,  // [LTS, LTE, UTS, UTE]   rows [LTS, LTE) and [UTS, UTE) (not causal, n = 4)
+  kNone = 0,    // no indices: only `is_causal` hides anything
+  kLower1 = 1,  // [LTS]                  rows [LTS, s_q) hidden        (causal, n = 1)
+  kLower2 = 2,  // [LTS, LTE]             rows [LTS, LTE) hidden        (causal, n = 2)
+  kOuter2 = 3,  // [LTS, UTE]             rows [LTS, s_q) and [0, UTE)  (not causal, n = 2)
+  kBoth4 = 4,   // [LTS, LTE, UTS, UTE]   rows [LTS, LTE) and [UTS, UTE) (not causal, n = 4)
 };
 
 FM3_HOST_DEVICE int num_bounds(BoundForm form) {
-  return form == BoundForm::kBoth4 ? 4 : form == BoundForm::kLower1 ? 1
-         : form == BoundForm::kNone ? 0 : 2;
+  return form == BoundForm::kBoth4    ? 4
+         : form == BoundForm::kLower1 ? 1
+         : form == BoundForm::kNone   ? 0
+                                      : 2;
 }
 
 // A mask as it is stored: O(s_k) integers, never a dense table.
@@ -32,7 +34,7 @@ struct MaskView {
   const int32_t* bounds;      // [b, h_mask, s_k, num_bounds(form)] contiguous; nullptr iff kNone
   const int32_t* block_mask;  // [b, h_mask, ceil(s_q/128), ceil(s_k/128)], 0 hides; may be nullptr
   BoundForm form;
-  int32_t is_causal;          // 0 or 1; bottom-right aligned when s_q != s_k
+  int32_t is_causal;  // 0 or 1; bottom-right aligned when s_q != s_k
   int32_t b, h_mask, s_q, s_k;
 };
 

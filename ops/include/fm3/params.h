@@ -22,39 +22,39 @@ struct Shape {
 
 struct FwdParams {
   Shape shape;
-  DType dtype;            // of q, k, v, out
+  DType dtype;  // of q, k, v, out
   float softmax_scale;
   MaskView mask;
-  const void* schedule;   // backend's prepared schedule of `mask`; may be nullptr (then it is built)
-  const void* q;          // [b, s_q, h_q, d_qk]
-  const void* k;          // [b, s_k, h_kv, d_qk]
-  const void* v;          // [b, s_k, h_kv, d_v]
-  void* out;              // [b, s_q, h_q, d_v]; 0 in a fully hidden row
-  float* lse;             // [b, h_q, s_q] contiguous, natural log; -inf in a fully hidden row
+  const void* schedule;  // backend's prepared schedule of `mask`; may be nullptr (then it is built)
+  const void* q;         // [b, s_q, h_q, d_qk]
+  const void* k;         // [b, s_k, h_kv, d_qk]
+  const void* v;         // [b, s_k, h_kv, d_v]
+  void* out;             // [b, s_q, h_q, d_v]; 0 in a fully hidden row
+  float* lse;            // [b, h_q, s_q] contiguous, natural log; -inf in a fully hidden row
   Strides stride_q, stride_k, stride_v, stride_out;
-  void* workspace;        // *_fwd_workspace_bytes(params) bytes; may be nullptr if that is 0
+  void* workspace;  // *_fwd_workspace_bytes(params) bytes; may be nullptr if that is 0
   int64_t workspace_bytes;
 };
 
 struct BwdParams {
   Shape shape;
-  DType dtype;            // of q, k, v, out, dout, dq, dk, dv
+  DType dtype;  // of q, k, v, out, dout, dq, dk, dv
   float softmax_scale;
   int32_t is_deterministic;
   MaskView mask;
-  const void* schedule;   // as in FwdParams
-  const void* q;          // [b, s_q, h_q, d_qk]
-  const void* k;          // [b, s_k, h_kv, d_qk]
-  const void* v;          // [b, s_k, h_kv, d_v]
-  const void* out;        // [b, s_q, h_q, d_v]
-  const float* lse;       // [b, h_q, s_q]
-  const void* dout;       // [b, s_q, h_q, d_v]
-  const float* dlse;      // [b, h_q, s_q] gradient of lse; may be nullptr
-  void* dq;               // [b, s_q, h_q, d_qk]
-  void* dk;               // [b, s_k, h_kv, d_qk]
-  void* dv;               // [b, s_k, h_kv, d_v]
+  const void* schedule;  // as in FwdParams
+  const void* q;         // [b, s_q, h_q, d_qk]
+  const void* k;         // [b, s_k, h_kv, d_qk]
+  const void* v;         // [b, s_k, h_kv, d_v]
+  const void* out;       // [b, s_q, h_q, d_v]
+  const float* lse;      // [b, h_q, s_q]
+  const void* dout;      // [b, s_q, h_q, d_v]
+  const float* dlse;     // [b, h_q, s_q] gradient of lse; may be nullptr
+  void* dq;              // [b, s_q, h_q, d_qk]
+  void* dk;              // [b, s_k, h_kv, d_qk]
+  void* dv;              // [b, s_k, h_kv, d_v]
   Strides stride_q, stride_k, stride_v, stride_out, stride_dout, stride_dq, stride_dk, stride_dv;
-  void* workspace;        // *_bwd_workspace_bytes(params) bytes; may be nullptr if that is 0
+  void* workspace;  // *_bwd_workspace_bytes(params) bytes; may be nullptr if that is 0
   int64_t workspace_bytes;
 };
 
