@@ -62,7 +62,7 @@ def find_files(data: str | None) -> list[Path]:
     if not root.exists():
         raise DemoError(f"the data folder {data} does not exist")
     files = [root] if root.is_file() else sorted(path for path in root.rglob("*") if path.is_file())
-    files = [path for path in files if path.suffix in SUFFIXES]
+    files = [path for path in files if path.suffix.lower() in SUFFIXES]
     if not files:
         raise DemoError(f"{data} holds no {', '.join(SUFFIXES)} file")
     return files
@@ -70,12 +70,12 @@ def find_files(data: str | None) -> list[Path]:
 
 def read_documents(path: Path) -> Iterator[str]:
     """The documents of one file: a whole text or source file, one a line of .jsonl, one a row of .parquet."""
-    if path.suffix == ".jsonl":
+    if path.suffix.lower() == ".jsonl":
         with path.open(encoding="utf-8", errors="replace") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _json_text(path, number, line)
-    elif path.suffix == ".parquet":
+    elif path.suffix.lower() == ".parquet":
         from pyarrow import ArrowException, parquet
 
         try:
