@@ -215,4 +215,7 @@ def _command_lines() -> list[str]:
 def test_file_endings_are_read_in_either_case(tmp_path: Path) -> None:
     (tmp_path / "NOTES.TXT").write_text("one document")
     (tmp_path / "rows.JSONL").write_text('{"text": "another"}\n')
-    assert [list(text.read_documents(path)) for path in text.find_files(str(tmp_path))] == [["one document"], ["another"]]
+    assert [list(text.read_documents(path)) for path in text.find_files(str(tmp_path))] == [
+        ["one document"],
+        ["another"],
+    ]
