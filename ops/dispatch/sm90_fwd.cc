@@ -202,7 +202,14 @@ int32_t fm3_sm90_fwd(const fm3::FwdParams* params, void* stream) {
 }
 
 int64_t fm3_sm90_fwd_workspace_bytes(const fm3::FwdParams* params) {
-  return params == nullptr ? 0 : fm3::sm90::workspace_bytes(*params);
+  constexpr const char* kName = "fm3_sm90_fwd_workspace_bytes";
+  const std::string error =
+      params == nullptr ? "params is nullptr" : fm3::sm90::check_served(*params);
+  if (!error.empty()) {
+    fm3::sm90::fail(Status::kUnsupported, kName, error);
+    return -1;
+  }
+  return fm3::sm90::workspace_bytes(*params);
 }
 
 int64_t fm3_sm90_schedule_bytes(const fm3::MaskView* mask) {

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from paddle_fm3 import _native
-from paddle_fm3._c_api import BoundForm, DType, FwdParams, MaskView, Shape, Strides
+from paddle_fm3._c_api import BoundForm, BwdParams, DType, FwdParams, MaskView, Shape, Strides
 
 pytestmark = pytest.mark.skipif(not _native.is_built("fm3_sm90"), reason="needs libfm3_sm90.so (-DFM3_CUDA=ON)")
 OK, INVALID_ARGUMENT, UNSUPPORTED = 0, 1, 2
@@ -84,3 +84,12 @@ def test_schedule_bytes_stay_small(library: ctypes.CDLL) -> None:
     """One mask head of 128K tokens: a few megabytes, whatever the mask."""
     mask = MaskView(None, None, BoundForm.NONE, 1, 1, 1, 131072, 131072)
     assert library.fm3_sm90_schedule_bytes(ctypes.byref(mask)) < 4 << 20
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_workspace_of_an_unserved_call_is_minus_one(library: ctypes.CDLL, direction: str) -> None:
+    params = make_params(d_qk=12)
+    if direction == "bwd":
+        params = BwdParams(shape=params.shape, dtype=params.dtype, softmax_scale=0.1, mask=params.mask)
+    assert getattr(library, f"fm3_sm90_{direction}_workspace_bytes")(ctypes.byref(params)) == -1
+    assert "d_qk=12" in library.fm3_sm90_last_error().decode()
