@@ -12,6 +12,7 @@
 #include "ops/cuda/sm90_bwd/args.h"
 #include "ops/cuda/tensor_map.h"
 #include "ops/dispatch/check_params.h"
+#include "ops/dispatch/sm90_device.h"
 #include "ops/dispatch/sm90_error.h"
 
 namespace fm3::sm90_bwd {
@@ -141,30 +142,6 @@ int64_t workspace_bytes(const BwdParams& params) {
   return layout(params, *find_kernel(params), nullptr, &args, &in);
 }
 
-// Empty if the current device can run the kernels.
-std::string check_device(int32_t* num_sms) {
-  int device = 0, major = 0, minor = 0, sms = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  }
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  }
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (error != cudaSuccess) {
-    return std::string("no usable CUDA device: ") + cudaGetErrorString(error);
-  }
-  if (major != 9 || minor != 0) {
-    return "device " + std::to_string(device) + " has compute capability " + std::to_string(major) +
-           "." + std::to_string(minor) + "; these kernels are for 9.0 (H100, H200)";
-  }
-  *num_sms = sms;
-  return "";
-}
-
 std::string make_tensor_maps(const BwdParams& params, const BwdKernel& kernel, KernelArgs* args) {
   const Shape& shape = params.shape;
   const struct {
@@ -228,7 +205,7 @@ int32_t run(const BwdParams& params, cudaStream_t stream) {
     return static_cast<int32_t>(Status::kOk);
   }
   int32_t num_sms = 0;
-  std::string error = check_device(&num_sms);
+  std::string error = sm90::check_device(&num_sms);
   if (!error.empty()) return fail(Status::kUnsupported, kName, error);
   if (is_empty(shape)) {
     const cudaError_t status = fill_zeros(params, stream);

@@ -14,6 +14,7 @@
 #include "ops/cuda/sm90_fwd/args.h"
 #include "ops/cuda/tensor_map.h"
 #include "ops/dispatch/check_params.h"
+#include "ops/dispatch/sm90_device.h"
 #include "ops/dispatch/sm90_error.h"
 
 namespace fm3::sm90 {
@@ -66,29 +67,6 @@ std::string check_served(const FwdParams& params) {
     return "b * h_q * ceil(s_q / 128)=" + std::to_string(num_tiles) +
            "; sm90 serves fewer than 2^30";
   }
-  return "";
-}
-
-// Empty if the current device can run the kernels.
-std::string check_device(int32_t* num_sms) {
-  int device = 0, major = 0, minor = 0, sms = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  }
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  }
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (error != cudaSuccess)
-    return std::string("no usable CUDA device: ") + cudaGetErrorString(error);
-  if (major != 9 || minor != 0) {
-    return "device " + std::to_string(device) + " has compute capability " + std::to_string(major) +
-           "." + std::to_string(minor) + "; these kernels are for 9.0 (H100, H200)";
-  }
-  *num_sms = sms;
   return "";
 }
 

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+// The device the Hopper kernels are asked to run on.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace fm3::sm90 {
+
+// Empty if the current device can run the kernels (`num_sms` is then its multiprocessors), else why not.
+std::string check_device(int32_t* num_sms);
+
+}  // namespace fm3::sm90
