@@ -165,23 +165,11 @@ def measure(name: str, mask: Any, tensors: dict[str, Any], expected: list[Any], 
     return {**fields, "nodes": plan.topology.num_nodes, "stages": plan.num_stages}
 
 
-def union(spans: list[Any]) -> list[list[float]]:
-    """Disjoint [begin, end] that cover the same time."""
-    merged: list[list[float]] = []
-    for span in sorted(spans, key=lambda span: span.begin_us):
-        if merged and span.begin_us <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], span.end_us)
-        else:
-            merged.append([span.begin_us, span.end_us])
-    return merged
-
-
 def share_hidden(trace: Any) -> float:
-    moving = union([span for span in trace.spans if span.track in ("send", "receive")])
-    computing = union([span for span in trace.spans if span.track == "compute"])
-    total = sum(end - begin for begin, end in moving)
-    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in moving for b in computing)
-    return both / total if total else 1.0
+    from paddle_fm3.distributed.trace import hidden_us
+
+    moving_us, both_us = hidden_us(trace.spans)
+    return both_us / moving_us if moving_us else 1.0
 
 
 def wait_ms(trace: Any) -> float:

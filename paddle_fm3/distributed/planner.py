@@ -64,6 +64,7 @@ def build_plan(
     strategy: Strategy | str = FM3,
     cost: CostModel = DEFAULT_COST,
     options: PlanOptions = DEFAULT_OPTIONS,
+    partition: Partition | None = None,
 ) -> CpPlan:
     """The plan of one attention over ``num_ranks`` ranks. Pure and deterministic: no GPU, no process group.
 
@@ -71,20 +72,25 @@ def build_plan(
         mask: over the whole sequence, s_q = s_k.
         topology: which ranks share a node; default nodes of 8.
         strategy: a name of `strategy.STRATEGIES` or a Strategy.
+        partition: who owns what, if that is settled already; only the transfers are planned then.
 
     Raises:
-        ValueError: s_q != s_k, an empty sequence, unknown strategy, settings that do not fit num_ranks, or a
-            block_mask whose tiles would be cut.
+        ValueError: s_q != s_k, an empty sequence, unknown strategy, settings or a partition that do not fit
+            num_ranks, or a block_mask whose tiles would be cut.
     """
     strategy = resolve_strategy(strategy)
     topology = topology or Topology.uniform(num_ranks)
     _check(mask, num_ranks, topology, options)
-    if strategy.layout == "contiguous":
+    if partition is not None:
+        if (partition.s, partition.num_ranks) != (mask.s_q, num_ranks):
+            raise ValueError(
+                f"build_plan: the partition cuts s={partition.s} for {partition.num_ranks} ranks; the mask has "
+                f"s={mask.s_q}, num_ranks={num_ranks}"
+            )
+    elif strategy.layout == "contiguous":
         partition = contiguous_partition(mask.s_q, num_ranks)
     elif strategy.layout == "dual_chunk":
         partition = dual_chunk_partition(mask.s_q, num_ranks)
-    else:
-        partition = None
     begins = _chunk_begins(mask, num_ranks, options) if partition is None else partition.chunk_begins_global
     scan = scan_mask(mask, np.asarray(begins, np.int32))
     tiles = scan.chunk_tiles()

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,3 +77,27 @@ class Trace:
 
     def save(self, path: Path | str, rank: int) -> None:
         Path(path).write_text(self.to_chrome(rank), encoding="utf-8")
+
+
+def hidden_us(spans: Sequence[Span]) -> tuple[float, float]:
+    """(time in which something moved, the part of it in which the rank computed as well)."""
+    moving = _union([span for span in spans if span.track in ("send", "receive")])
+    computing = _union([span for span in spans if span.track == "compute"])
+    both, at = 0.0, 0
+    for begin, end in moving:
+        while at < len(computing) and computing[at][1] <= begin:
+            at += 1
+        for compute_begin, compute_end in itertools.takewhile(lambda c, end=end: c[0] < end, computing[at:]):
+            both += min(end, compute_end) - max(begin, compute_begin)
+    return sum(end - begin for begin, end in moving), both
+
+
+def _union(spans: Sequence[Span]) -> list[list[float]]:
+    """Disjoint ascending [begin_us, end_us] that cover the same time."""
+    merged: list[list[float]] = []
+    for span in sorted(spans, key=lambda span: span.begin_us):
+        if merged and span.begin_us <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], span.end_us)
+        else:
+            merged.append([span.begin_us, span.end_us])
+    return merged
