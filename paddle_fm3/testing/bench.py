@@ -74,10 +74,11 @@ class RunIdentity:
     device: str
 
     @classmethod
-    def of_this_process(cls, device: str) -> RunIdentity:
-        """``device`` is the hardware's own name: `cpu_name()`, or what the GPU driver reports."""
+    def of_this_process(cls, device: str, commit: str | None = None) -> RunIdentity:
+        """``device`` is the hardware's own name: `cpu_name()`, or what the GPU driver reports. ``commit``: what the
+        measured tree is a copy of, where it is no git checkout."""
         now = datetime.datetime.now(datetime.timezone.utc)
-        return cls(uuid.uuid4().hex[:12], commit_id(), now.isoformat(timespec="seconds"), device)
+        return cls(uuid.uuid4().hex[:12], commit or commit_id(), now.isoformat(timespec="seconds"), device)
 
 
 def commit_id() -> str:
@@ -187,3 +188,4 @@ class BenchOptions:
     dtypes: tuple[str, ...] = ()
     repeats: int | None = None
     threads: int | None = None  # CPU only
+    commit: str | None = None  # of a copy that is no git checkout

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU half of tools/bench_attention.py: the forward through the C ABI beside its peers, with torch.
+"""The GPU half of tools/bench_attention.py: forward and backward of every implementation of a case, in turns.
 
-Every impl of a case is timed in the same process, in turns, after 0.5 s of heating with the first of them:
-a power-limited chip is slower hot than cold. Peers: `cudnn` (full and causal), `flex` (FlexAttention, mask
-from the dense definition), `fa4` (flash-attn-4, full and causal) if it can be imported.
+A power-limited chip is slower hot than cold, so the implementations of a case are timed in rounds, one after the
+other, after half a second of heating with the first of them: a round enqueues forward and backward of each
+behind a short wait, so that the host is ahead of the device, and CUDA events between them give the times.
+Before that every output is compared with fp32: all rows and keys of the first and the last key/value head and
+their query heads (with grouped queries of the first one only).
 """
 
 from __future__ import annotations
@@ -15,37 +17,55 @@ from typing import Any
 import torch
 
 from paddle_fm3._native import sm90_library
-from paddle_fm3.testing import gpu_call
-from paddle_fm3.testing.bench import BenchOptions, Record, RunIdentity, TimingStats, attention_record
-from paddle_fm3.testing.cases import ANCHOR_KINDS, LENGTHS, OTHER_KINDS, VARIANTS, AttentionCase, benchmark_case
+from paddle_fm3.testing import gpu_peers
+from paddle_fm3.testing.bench import BenchOptions, Record, RunIdentity, TimingStats, attention_record, record
+from paddle_fm3.testing.cases import ANCHOR_KINDS, LENGTHS, OTHER_KINDS, AttentionCase, benchmark_case, benchmark_names
+from paddle_fm3.testing.gpu_call import GpuMask, Sm90
+from paddle_fm3.testing.gpu_peers import Attention, Problem
+from paddle_fm3.testing.gpu_reference import reference_head, relative_error
 
-IMPLS = ("fm3", "cudnn", "fa4", "flex")
-CASES = tuple(
-    [f"{length}_{kind}" for kind_set in (ANCHOR_KINDS, OTHER_KINDS) for length in LENGTHS for kind in kind_set]
-    + [f"{length}_{kind}_gqa4" for length in LENGTHS for kind in ("causal", "causal_document")]
-    + [f"8k_{kind}_{variant}" for variant in ("d64", "d256") for kind in ("full", "causal")]
+IMPLS = gpu_peers.IMPLS
+CASES = (
+    *benchmark_names(kinds=ANCHOR_KINDS),
+    *benchmark_names(kinds=OTHER_KINDS),
+    *(f"{length}_{kind}_gqa4" for length in LENGTHS for kind in ("causal", "causal_document")),
+    *(f"{length}_{kind}_gqa8" for length in LENGTHS for kind in ("causal", "causal_document")),
+    *(f"8k_{kind}_{variant}" for variant in ("d64", "d256", "d192v128") for kind in ("full", "causal", "document")),
 )
-COLUMNS = ("case", "impl", "phase", "ms_median", "ms_p10", "ms_p90", "tflops_exact", "tflops_block", "refcheck")
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-HEATING_S, TIMING_S = 0.5, 0.25
-MAX_RELATIVE_ERROR = 5e-3  # of a block of rows against fp32; bf16 rounding of P and O gives 2.4e-3
+COLUMNS = {
+    "attention": ("case", "impl", "phase", "dtype", "ms_median", "ms_p10", "ms_p90", "repeats", "tflops_exact",
+                  "tflops_block", "refcheck"),
+    "schedule": ("case", "us_median", "us_p10", "us_p90", "schedule_bytes", "refcheck"),
+}  # fmt: skip
+HEATING_S = 0.5
+ROUNDS_S, MIN_ROUNDS, MAX_ROUNDS = 1.5, 3, 15
+MAX_RELATIVE_ERROR = 5e-3  # in the Frobenius norm, against fp32; rounding P, dS and the result to bf16 gives 2.4e-3
+_WAIT_CYCLES = 2_000_000  # about a millisecond: longer than the host takes to enqueue a call
 
-Call = Callable[[], torch.Tensor]
+Call = Callable[[], Any]
 
 
 def run(bench: str, options: BenchOptions) -> Iterator[Record]:
-    """Records of bench "attention", phase "fwd". A case that a peer cannot run has no line of that peer.
+    """Records of bench "attention" (phases "fwd", "bwd", "total") or "schedule".
+
+    An implementation that has no such mask, or is not installed, has no line.
 
     Raises:
-        ValueError: another bench than "attention" was asked for.
+        ValueError: another bench was asked for.
     """
-    if bench != "attention":
-        raise ValueError(f"bench_gpu: bench {bench!r} is not measured on a GPU; only 'attention'")
-    identity = RunIdentity.of_this_process(torch.cuda.get_device_name())
+    if bench not in COLUMNS:
+        raise ValueError(f"bench_gpu: bench {bench!r} is not measured on a GPU; legal: {', '.join(COLUMNS)}")
+    identity = RunIdentity.of_this_process(torch.cuda.get_device_name(), options.commit)
+    if bench == "schedule":
+        for name in options.cases or benchmark_names():
+            yield schedule_record(identity, benchmark_case(name), sm90_library())
+        return
     matmul_tflops = measure_matmul()
     for name in options.cases or CASES:
         for dtype in options.dtypes or ("bfloat16",):
-            yield from run_case(identity, name, dtype, options.impls or IMPLS, matmul_tflops, options.repeats)
+            yield from run_case(
+                identity, name, dtype, options.impls or IMPLS, matmul_tflops=matmul_tflops, repeats=options.repeats
+            )
 
 
 def run_case(
@@ -53,75 +73,100 @@ def run_case(
     name: str,
     dtype: str,
     impls: tuple[str, ...],
+    *,
     matmul_tflops: float,
     repeats: int | None = None,
     library: Any = None,
 ) -> Iterator[Record]:
-    """Times every impl that can run the case, in two turns each. `library`: default `sm90_library()`."""
-    case = benchmark_case(name)
-    inputs = make_inputs(case, DTYPES[dtype])
-    mask = gpu_call.GpuMask.of(case)
-
-    def fm3(*given: Any) -> Call:
-        return _fm3(library or sm90_library(), *given)
-
-    makers = {"fm3": fm3, "cudnn": _cudnn, "fa4": _fa4, "flex": _flex}
-    calls: dict[str, Call] = {}
+    """Checks and times every implementation that serves the case. `library`: default `sm90_library()`."""
+    problem = Problem.of(benchmark_case(name), dtype)
+    attentions: dict[str, Attention] = {}
     for impl in impls:
-        call = makers[impl](case, inputs, mask)
-        if call is not None:
-            calls[impl] = call
-    passes = {impl: is_right(case, inputs, mask, call()) for impl, call in calls.items()}
-    heat(next(iter(calls.values())), HEATING_S)
-    times: dict[str, list[float]] = {impl: [] for impl in calls}
-    for _ in range(2):
-        for impl, call in calls.items():
-            times[impl] += time_call(call, TIMING_S / 2, None if repeats is None else (repeats + 1) // 2)
-    for impl in calls:
-        yield attention_record(
-            identity,
-            impl,
-            case,
-            "fwd",
-            dtype,
-            TimingStats.from_ms(times[impl]),
-            refcheck=passes[impl],
-            deterministic=True,
-            matmul_tflops=matmul_tflops,
-        )
+        attention = gpu_peers.make(impl, problem, library or sm90_library())
+        if attention is not None:
+            attentions[impl] = attention
+    errors = check(problem, attentions)
+    heat(lambda: _both(next(iter(attentions.values()))), HEATING_S)
+    times = time_rounds(attentions, repeats)
+    for impl, by_phase in times.items():
+        is_deterministic = impl == "fm3_deterministic"
+        for phase, times_ms in by_phase.items():
+            if is_deterministic and phase == "fwd":
+                continue  # the forward is the same in both modes
+            measured = {key: value for key, value in errors[impl].items() if phase == "total" or _PHASE[key] == phase}
+            extra: Record = {"errors": measured}
+            if impl.startswith("fm3"):
+                extra["workspace_bytes"] = attentions[impl].workspace_bytes[phase]  # type: ignore[attr-defined]
+            stats = TimingStats.from_ms(times_ms)
+            yield attention_record(
+                identity, impl.removesuffix("_deterministic"), problem.case, phase, dtype, stats,
+                refcheck=all(error <= MAX_RELATIVE_ERROR for error in measured.values()),
+                deterministic=is_deterministic or phase == "fwd", matmul_tflops=matmul_tflops, **extra,
+            )  # fmt: skip
 
 
-def make_inputs(case: AttentionCase, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Standard normal q [b, s_q, h_q, d_qk], k [b, s_k, h_kv, d_qk], v [b, s_k, h_kv, d_v]."""
-    generator = torch.Generator("cuda").manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
-
-    return (
-        normal(case.b, case.s_q, case.h_q, case.d_qk),
-        normal(case.b, case.s_k, case.h_kv, case.d_qk),
-        normal(case.b, case.s_k, case.h_kv, case.d_v),
-    )
+_PHASE = {"out": "fwd", "dq": "bwd", "dk": "bwd", "dv": "bwd"}
 
 
-def is_right(case: AttentionCase, inputs: tuple, mask: gpu_call.GpuMask, out: torch.Tensor, rows: int = 64) -> bool:
-    """Compares three blocks of rows of two heads with fp32."""
-    for b_idx, h_idx in ((0, 0), (case.b - 1, case.h_q - 1)):
-        for q_begin in (0, case.s_q // 3, case.s_q - rows):
-            wanted, _ = gpu_call.reference_rows(*inputs, mask, b_idx, h_idx, q_begin, q_begin + rows)
-            error = out[b_idx, q_begin : q_begin + rows, h_idx].float() - wanted
-            if not error.norm() <= MAX_RELATIVE_ERROR * wanted.norm():
-                return False
-    return True
+def check(problem: Problem, attentions: dict[str, Attention]) -> dict[str, dict[str, float]]:
+    """impl -> output -> largest relative error over the compared heads; each implementation runs once."""
+    case, errors = problem.case, {}
+    group = case.h_q // case.h_kv
+    heads = [(0, 0)] if group > 1 else sorted({(0, 0), (case.b - 1, case.h_kv - 1)})
+    wanted = {
+        head: reference_head(problem.q, problem.k, problem.v, problem.dout, problem.mask, *head) for head in heads
+    }
+    for impl, attention in attentions.items():
+        out = attention.forward()
+        dq, dk, dv = attention.backward()
+        worst: dict[str, float] = dict.fromkeys(_PHASE, 0.0)
+        for (b_idx, h_kv_idx), reference in wanted.items():
+            rows = (b_idx, slice(None), slice(h_kv_idx * group, (h_kv_idx + 1) * group))
+            keys = (b_idx, slice(None), h_kv_idx)
+            for key, actual in {"out": out[rows], "dq": dq[rows], "dk": dk[keys], "dv": dv[keys]}.items():
+                worst[key] = max(worst[key], relative_error(actual, getattr(reference, key)))
+        errors[impl] = {key: float(f"{error:.3g}") for key, error in worst.items()}
+        del out, dq, dk, dv
+    return errors
+
+
+def _both(attention: Attention) -> None:
+    attention.forward()
+    attention.backward()
 
 
 def heat(call: Call, seconds: float) -> None:
+    """Calls for about `seconds`, the first call's warm-up not counted."""
+    call()
+    torch.cuda.synchronize()
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
-        for _ in range(3):
-            call()
+        call()
         torch.cuda.synchronize()
+
+
+def time_rounds(attentions: dict[str, Attention], repeats: int | None = None) -> dict[str, dict[str, list[float]]]:
+    """impl -> phase -> milliseconds of each round: `repeats` rounds, else as many as fit in ROUNDS_S, at least
+    MIN_ROUNDS and at most MAX_ROUNDS."""
+    times = {impl: {phase: [] for phase in ("fwd", "bwd", "total")} for impl in attentions}
+    end = time.perf_counter() + ROUNDS_S
+    num_rounds = 0
+    while num_rounds < (repeats or MIN_ROUNDS) or (
+        repeats is None and num_rounds < MAX_ROUNDS and time.perf_counter() < end
+    ):
+        num_rounds += 1
+        for impl, attention in attentions.items():
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+            torch.cuda._sleep(_WAIT_CYCLES)
+            events[0].record()
+            attention.forward()
+            events[1].record()
+            attention.backward()
+            events[2].record()
+            events[2].synchronize()
+            for phase, (begin, stop) in {"fwd": (0, 1), "bwd": (1, 2), "total": (0, 2)}.items():
+                times[impl][phase].append(events[begin].elapsed_time(events[stop]))
+    return times
 
 
 def time_call(call: Call, seconds: float, repeats: int | None) -> list[float]:
@@ -147,80 +192,26 @@ def measure_matmul(size: int = 8192, repeats: int = 100) -> float:
     return float(f"{2 * size**3 / TimingStats.from_ms(times_ms).ms_median * 1e-9:.5g}")
 
 
-# --- impls: (case, inputs, mask) -> a call giving out [b, s_q, h_q, d_v], or None -------------------------
+def schedule_record(
+    identity: RunIdentity, case: AttentionCase, library: Any, *, builds: int = 50, replays: int = 9
+) -> Record:
+    """Microseconds to prepare a mask's schedule: a CUDA graph of `builds` builds in a row, divided by their number.
 
-
-def _fm3(library: Any, case: AttentionCase, inputs: tuple, mask: gpu_call.GpuMask) -> Call:
-    """With a prepared schedule, as every layer but a mask's first runs it."""
-    sm90 = gpu_call.Sm90(library)
-    q = inputs[0]
-    out = torch.empty((case.b, case.s_q, case.h_q, case.d_v), dtype=q.dtype, device="cuda")
-    lse = torch.empty((case.b, case.h_q, case.s_q), device="cuda")
+    `refcheck`: the forward with this schedule gives, bit for bit, what it gives when it prepares its own.
+    """
+    sm90, mask = Sm90(library), GpuMask.of(case)
     schedule = sm90.build_schedule(mask)
-    params = sm90.forward_params(*inputs, mask, out, lse, schedule=schedule)
-    workspace = sm90.prepare(params)
-
-    def call(keep: tuple = (out, lse, schedule, workspace)) -> torch.Tensor:
-        sm90.run(params)
-        return keep[0]
-
-    return call
-
-
-def _is_plain(case: AttentionCase) -> bool:
-    """Full or causal, the two masks that every peer knows by name."""
-    kind = case.name.partition("_")[2]
-    for variant in VARIANTS:
-        kind = kind.removesuffix(f"_{variant}") if variant else kind
-    return kind in ("full", "causal")
-
-
-def _cudnn(case: AttentionCase, inputs: tuple, mask: gpu_call.GpuMask) -> Call | None:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    if not _is_plain(case) or case.d_qk > 128:
-        return None
-    q, k, v = (x.transpose(1, 2) for x in inputs)
-
-    def call() -> torch.Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal="causal" in case.name, enable_gqa=case.h_q != case.h_kv
-            )
-        return out.transpose(1, 2)
-
-    return call
-
-
-def _fa4(case: AttentionCase, inputs: tuple, mask: gpu_call.GpuMask) -> Call | None:
-    try:
-        from flash_attn.cute import flash_attn_func
-    except ImportError:
-        return None
-    if not _is_plain(case):
-        return None
-    return lambda: flash_attn_func(*inputs, causal="causal" in case.name)[0]
-
-
-def _flex(case: AttentionCase, inputs: tuple, mask: gpu_call.GpuMask) -> Call:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    bounds, causal = mask.bounds, mask.is_causal
-
-    def visible(b_idx: Any, h_idx: Any, q_idx: Any, k_idx: Any) -> Any:
-        shown = k_idx <= q_idx if causal else q_idx >= 0
-        if bounds is None:
-            return shown
-        bound = [bounds[b_idx, 0, k_idx, n] for n in range(bounds.shape[3])]
-        if len(bound) == 1:
-            return shown & (q_idx < bound[0])
-        if len(bound) == 2 and not causal:
-            return shown & (q_idx < bound[0]) & (q_idx >= bound[1])
-        for n in range(0, len(bound), 2):
-            shown = shown & ((q_idx < bound[n]) | (q_idx >= bound[n + 1]))
-        return shown
-
-    block_mask = create_block_mask(visible, case.b, None, case.s_q, case.s_k, device="cuda")
-    attend = torch.compile(flex_attention, dynamic=False)
-    q, k, v = (x.transpose(1, 2) for x in inputs)
-    return lambda: attend(q, k, v, block_mask=block_mask, enable_gqa=case.h_q != case.h_kv).transpose(1, 2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(builds):
+            sm90.fill_schedule(mask, schedule)
+    times_us = [1e3 * ms / builds for ms in time_call(graph.replay, 0.0, replays)]
+    stats = TimingStats.from_ms(times_us)
+    q, k, v = (torch.randn(case.b, s, 1, 64, device="cuda").bfloat16() for s in (case.s_q, case.s_k, case.s_k))
+    given, own = sm90.forward(q, k, v, mask, schedule=schedule), sm90.forward(q, k, v, mask)
+    is_same = all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(given, own, strict=True))
+    return record(
+        identity, "schedule", "fm3", refcheck=is_same, case=case.name, b=case.b, s_q=case.s_q, s_k=case.s_k,
+        us_median=round(stats.ms_median, 3), us_p10=round(stats.ms_p10, 3), us_p90=round(stats.ms_p90, 3),
+        repeats=stats.repeats, schedule_bytes=schedule.numel(),
+    )  # fmt: skip

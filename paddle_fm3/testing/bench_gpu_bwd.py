@@ -24,10 +24,11 @@ from paddle_fm3.testing.bench import (
     attention_record,
     format_table,
 )
-from paddle_fm3.testing.bench_gpu import DTYPES, MAX_RELATIVE_ERROR, heat, time_call
+from paddle_fm3.testing.bench_gpu import MAX_RELATIVE_ERROR, heat, time_call
 from paddle_fm3.testing.cases import ANCHOR_KINDS, AttentionCase, benchmark_case, benchmark_names
 from paddle_fm3.testing.gpu_call import GpuMask, Sm90, visible_rows
 from paddle_fm3.testing.gpu_call_bwd import BackwardInputs, Gradients, Sm90Backward
+from paddle_fm3.testing.gpu_peers import DTYPES
 
 HEATING_S, TIMING_S = 0.5, 0.7
 COLUMNS = ("case", "deterministic", "ms_median", "ms_p10", "ms_p90", "tflops_exact", "refcheck", "workspace_bytes")

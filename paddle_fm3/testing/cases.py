@@ -35,7 +35,14 @@ OTHER_KINDS = (
     "qk_sparse",
     "random_eviction",
 )
-VARIANTS = {"": {}, "gqa4": {"h_kv": 4}, "d64": {"d_qk": 64, "d_v": 64}, "d256": {"d_qk": 256, "d_v": 256}}
+VARIANTS = {
+    "": {},
+    "gqa4": {"h_kv": 4},
+    "gqa8": {"h_q": 64, "h_kv": 8},
+    "d64": {"d_qk": 64, "d_v": 64},
+    "d256": {"d_qk": 256, "d_v": 256},
+    "d192v128": {"d_qk": 192, "d_v": 128},
+}
 EVICTION_SEED = 0
 _DOCUMENT_SAMPLE_IDX = 2  # the third sample of each length
 
@@ -211,9 +218,10 @@ def _question_and_two_answers(length: int, prefix: int) -> list[int]:
 
 @cache
 def benchmark_case(name: str) -> AttentionCase:
-    """A case by its name in `results/`: ``{8k,32k,128k}_<kind>[_gqa4|_d64|_d256]``.
+    """A case by its name in `results/`: ``{8k,32k,128k}_<kind>[_gqa4|_gqa8|_d64|_d256|_d192v128]``.
 
-    b = 16 / 4 / 1, 32 query heads, 32 key heads (4 with ``_gqa4``), head_dim 128 (64, 256), one mask head.
+    b = 16 / 4 / 1, 32 query heads, 32 key heads (4 with ``_gqa4``; 64 and 8 with ``_gqa8``), head_dim 128 (64, 256;
+    d_qk 192 and d_v 128), one mask head.
     """
     length, _, rest = name.partition("_")
     kind, _, variant = rest.rpartition("_")
