@@ -3,6 +3,8 @@
 
 Usage (under python -m paddle.distributed.launch for several ranks): train.py RUN_DIR NUM_RANKS
 RUN_DIR holds config.json and packs.npz (tokens of all sequences and the ends of their documents).
+With "attention": "paddle_dense" in config.json PaddleNLP's own attention runs instead, on a dense additive mask
+(tools/loss_fidelity.py compares the two); with "nudge" every weight starts one float32 step higher.
 Rank 0 appends one JSON line a step to RUN_DIR/metrics_cp<NUM_RANKS>.jsonl.
 """
 
@@ -43,7 +45,7 @@ def build_model(config: dict[str, Any]) -> Qwen2MoeForCausalLM:
             max_position_embeddings=config["s"],
             seq_length=config["s"],
             norm_topk_prob=True,
-            use_flash_attention=True,
+            use_flash_attention=config.get("attention") != "paddle_dense",
             output_router_logits=True,  # adds the load-balancing loss
             router_aux_loss_coef=0.01,
         )
@@ -53,6 +55,8 @@ def build_model(config: dict[str, Any]) -> Qwen2MoeForCausalLM:
         # The gate too: PaddleNLP leaves it at all ones, so that every expert scores the same.
         if len(parameter.shape) > 1:
             values = rng.standard_normal(parameter.shape).astype(np.float32) * 0.02
+            if config.get("nudge"):
+                values = np.nextafter(values, np.float32(np.inf))
             parameter.set_value(paddle.to_tensor(values))
     return model
 
@@ -75,12 +79,26 @@ class PackedSequences(paddle.io.IterableDataset):
 class DemoTrainer(Trainer):
     """Records loss and time of each step where they are known."""
 
+    is_dense = False
+
     def training_step(self, model: Any, inputs: dict[str, Any], step_control: int = 0) -> paddle.Tensor:
         self.step_began = time.perf_counter()
         self.batch_digest = digest_of(inputs["attn_mask_startend_row_indices"].numpy())
+        if self.is_dense:
+            inputs["attention_mask"] = dense_mask(inputs.pop("attn_mask_startend_row_indices"))
         loss = super().training_step(model, inputs)
         self.step_loss = float(loss)
         return loss
+
+
+def dense_mask(bounds: paddle.Tensor) -> paddle.Tensor:
+    """Row at which each key column ends, [b, s] -> True where a row may see a key, [b, 1, s, s].
+
+    PaddleNLP turns it into 0 and the lowest number, and adds that to the scores.
+    """
+    row = paddle.arange(bounds.shape[1], dtype="int32").reshape([1, -1, 1])
+    key = paddle.arange(bounds.shape[1], dtype="int32").reshape([1, 1, -1])
+    return ((key <= row) & (row < bounds.unsqueeze(1))).unsqueeze(1)
 
 
 class MetricsWriter(TrainerCallback):
@@ -145,6 +163,9 @@ def main() -> None:
         callbacks=[metrics],
     )
     metrics.trainer = trainer
+    if config.get("attention") == "paddle_dense":
+        trainer.is_dense = True
+        Trainer._wrap_model = Trainer._wrap_model.__wrapped__  # the flag refuses a model that bypasses its attention
     trainer.train()
 
 
