@@ -9,26 +9,16 @@ from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from paddle_fm3.distributed.cost import DEFAULT_COST, CostModel
-from paddle_fm3.distributed.native import planner
-from paddle_fm3.distributed.plan import CpPlan
+from paddle_fm3.distributed.partition import Partition
+from paddle_fm3.distributed.plan import CpPlan, mask_digest
 from paddle_fm3.distributed.planner import DEFAULT_OPTIONS, PlanOptions, build_plan
 from paddle_fm3.distributed.strategy import FM3, Strategy, resolve_strategy
 from paddle_fm3.distributed.topology import Topology
 from paddle_fm3.mask.column_mask import ColumnMask
 
 
-def mask_key(mask: ColumnMask) -> bytes:
-    """16 bytes that are equal for masks of equal content (and, but for chance, only for these)."""
-    head = repr((mask.lt_begin.shape, mask.s_q, mask.is_causal, mask.block_mask is not None)).encode()
-    bounds = [mask.lt_begin, mask.lt_end, mask.ut_begin, mask.ut_end]
-    extra = [] if mask.block_mask is None else [mask.block_mask]
-    return planner().content_hash(
-        [head, *(bound if bound.flags.c_contiguous else bound.copy() for bound in bounds + extra)]
-    )
-
-
 class PlanCache:
-    """The last plans by (mask content, ranks, topology, strategy, cost, options). Thread-safe.
+    """The last plans by (mask content, ranks, topology, strategy, cost, options, partition). Thread-safe.
 
     `get` builds what is missing. `prefetch` starts building on one background thread; the native planner
     releases the interpreter lock, so training goes on. A later `get` waits for it or takes it.
@@ -53,13 +43,15 @@ class PlanCache:
         strategy: Strategy | str = FM3,
         cost: CostModel = DEFAULT_COST,
         options: PlanOptions = DEFAULT_OPTIONS,
+        partition: Partition | None = None,
     ) -> CpPlan:
         """The plan, from the cache or built now. Raises what `build_plan` raises; failures are not kept."""
-        arguments = (num_ranks, topology or Topology.uniform(num_ranks), resolve_strategy(strategy), cost, options)
-        future, is_mine = self._claim((mask_key(mask), *arguments))
+        topology, strategy = topology or Topology.uniform(num_ranks), resolve_strategy(strategy)
+        key = (mask_digest(mask), num_ranks, topology, strategy, cost, options, partition)
+        future, is_mine = self._claim(key)
         if is_mine:
-            _fulfil(future, mask, *arguments)
-        return self._result((mask_key(mask), *arguments) if future.exception() else None, future)
+            _fulfil(future, mask, *key)
+        return self._result(key if future.exception() else None, future)
 
     def prefetch(
         self,
@@ -70,15 +62,17 @@ class PlanCache:
         strategy: Strategy | str = FM3,
         cost: CostModel = DEFAULT_COST,
         options: PlanOptions = DEFAULT_OPTIONS,
+        partition: Partition | None = None,
     ) -> Future[CpPlan]:
         """Starts building in the background unless the plan is there; errors surface in `get` or `result()`."""
-        arguments = (num_ranks, topology or Topology.uniform(num_ranks), resolve_strategy(strategy), cost, options)
-        future, is_mine = self._claim((mask_key(mask), *arguments))
+        topology, strategy = topology or Topology.uniform(num_ranks), resolve_strategy(strategy)
+        key = (mask_digest(mask), num_ranks, topology, strategy, cost, options, partition)
+        future, is_mine = self._claim(key)
         if is_mine:
             with self._lock:
                 if self._executor is None:
                     self._executor = ThreadPoolExecutor(1, thread_name_prefix="paddle_fm3-plan")
-            self._executor.submit(_fulfil, future, mask, *arguments)
+            self._executor.submit(_fulfil, future, mask, *key)
         return future
 
     def __len__(self) -> int:
@@ -108,14 +102,19 @@ class PlanCache:
 def _fulfil(
     future: Future[CpPlan],
     mask: ColumnMask,
+    digest: str,
     num_ranks: int,
     topology: Topology,
     strategy: Strategy,
     cost: CostModel,
     options: PlanOptions,
+    partition: Partition | None,
 ) -> None:
     try:
-        plan = build_plan(mask, num_ranks, topology=topology, strategy=strategy, cost=cost, options=options)
+        plan = build_plan(
+            mask, num_ranks, topology=topology, strategy=strategy, cost=cost, options=options, partition=partition,
+            digest=digest,
+        )  # fmt: skip
     except BaseException as error:  # noqa: BLE001  handed to whoever asks for the plan
         future.set_exception(error)
     else:

@@ -40,7 +40,7 @@ from paddle_fm3.mask.column_mask import BLOCK_MASK_TILE, ColumnMask
 Int32Array = NDArray[np.int32]
 TRANSFER_FIELDS = ("stage", "hop", "src_rank", "dst_rank", "k_begin_global", "num_rows", "src_row", "dst_row")
 _ARRAYS = ("range_begins", "key_ranges", "stage_rows", "gather", "reduce", "chunk_tiles", "chunk_weights")
-_MAGIC = b"FM3PLAN1"
+_MAGIC = b"FM3PLAN2"
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,7 @@ class CpPlan:
         chunk_weights: int64 ``[num_chunks]`` what the balance was made with.
         lower_bound: of the greatest rank load, over all assignments of these chunks.
         speeds: relative speed of each rank, or None for equal ones.
+        mask_digest: `mask_digest` of the mask it was made for; "" if it is bound to none.
     """
 
     partition: Partition
@@ -136,6 +137,7 @@ class CpPlan:
     chunk_weights: NDArray[np.int64]
     lower_bound: float
     speeds: tuple[float, ...] | None = None
+    mask_digest: str = ""
 
     def __post_init__(self) -> None:
         num_ranks, num_chunks = self.partition.num_ranks, self.partition.num_chunks
@@ -190,7 +192,17 @@ class CpPlan:
             "num_stages": self.num_stages,
             "lower_bound": self.lower_bound,
             "speeds": self.speeds,
+            "mask_digest": self.mask_digest,
         }
+
+    def check_mask(self, digest: str, who: str = "CpPlan") -> None:
+        """Raises ValueError if the plan was made for another mask than the one with this `mask_digest`."""
+        if self.mask_digest not in ("", digest):
+            raise ValueError(
+                f"{who}: the plan ({self.strategy.name}, s={self.partition.s}, {self.num_ranks} ranks, hash "
+                f"{self.plan_hash[:8]}) was made for the mask with digest {self.mask_digest}; this call has the mask "
+                f"with digest {digest}. Plan each mask; plan_attention(partition=...) keeps the rows where they are"
+            )
 
     # --- figures ---------------------------------------------------------------------------------
 
@@ -354,6 +366,7 @@ class CpPlan:
             num_stages=head["num_stages"],
             lower_bound=head["lower_bound"],
             speeds=None if head["speeds"] is None else tuple(head["speeds"]),
+            mask_digest=head["mask_digest"],
             **arrays,
         )
         if plan.plan_hash != head["plan_hash"]:
@@ -361,6 +374,18 @@ class CpPlan:
                 f"CpPlan: content hashes to {plan.plan_hash}, but it says {head['plan_hash']}: damaged or changed"
             )
         return plan
+
+
+def mask_digest(mask: ColumnMask) -> str:
+    """32 hex digits that are equal for masks of equal content (and, but for chance, only for these).
+
+    Of what is stored: the causal rule written out as bounds is the same mask to attention, and another content.
+    """
+    head = repr((mask.lt_begin.shape, mask.s_q, mask.is_causal, mask.block_mask is not None)).encode()
+    bounds = [mask.lt_begin, mask.lt_end, mask.ut_begin, mask.ut_end]
+    extra = [] if mask.block_mask is None else [mask.block_mask]
+    arrays = [bound if bound.flags.c_contiguous else bound.copy() for bound in bounds + extra]
+    return planner().content_hash([head, *arrays]).hex()
 
 
 def select_columns(mask: ColumnMask, k_begin: int, k_end: int) -> ColumnMask:

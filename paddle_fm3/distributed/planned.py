@@ -11,11 +11,11 @@ import paddle
 from paddle.autograd import PyLayer
 
 from paddle_fm3.distributed import agreement, cpu_rows
-from paddle_fm3.distributed.cache import PlanCache, mask_key
+from paddle_fm3.distributed.cache import PlanCache
 from paddle_fm3.distributed.comm import CommError, Communicator, communicator_for
 from paddle_fm3.distributed.execute import Forwarded, RankRun, RankWork
 from paddle_fm3.distributed.partition import Partition
-from paddle_fm3.distributed.plan import CpPlan
+from paddle_fm3.distributed.plan import CpPlan, mask_digest
 from paddle_fm3.distributed.planner import DEFAULT_OPTIONS, PlanOptions
 from paddle_fm3.distributed.prepared import CACHE_ENTRIES, global_mask
 from paddle_fm3.distributed.strategy import FM3, Strategy
@@ -124,7 +124,9 @@ def _agree(
 
 
 def _work_of(plan: CpPlan, mask: ColumnMask, rank: int) -> RankWork:
-    key = (plan.plan_hash, mask_key(mask), rank)
+    digest = mask_digest(mask)
+    plan.check_mask(digest, "flashmask_cp_attention")
+    key = (plan.plan_hash, digest, rank)
     if key not in _work:
         _work[key] = RankWork.of(plan, rank, mask)
         while len(_work) > CACHE_ENTRIES:

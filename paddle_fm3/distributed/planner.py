@@ -14,7 +14,7 @@ from paddle_fm3.distributed.balance import PLAN_EFFORT, SearchEffort, balance_by
 from paddle_fm3.distributed.cost import DEFAULT_COST, CostModel
 from paddle_fm3.distributed.native import planner
 from paddle_fm3.distributed.partition import Partition, contiguous_partition, dual_chunk_partition
-from paddle_fm3.distributed.plan import CpPlan
+from paddle_fm3.distributed.plan import CpPlan, mask_digest
 from paddle_fm3.distributed.strategy import FM3, Strategy, resolve_strategy
 from paddle_fm3.distributed.topology import Topology
 from paddle_fm3.distributed.workload import scan_mask
@@ -65,6 +65,7 @@ def build_plan(
     cost: CostModel = DEFAULT_COST,
     options: PlanOptions = DEFAULT_OPTIONS,
     partition: Partition | None = None,
+    digest: str | None = None,
 ) -> CpPlan:
     """The plan of one attention over ``num_ranks`` ranks. Pure and deterministic: no GPU, no process group.
 
@@ -73,6 +74,7 @@ def build_plan(
         topology: which ranks share a node; default nodes of 8.
         strategy: a name of `strategy.STRATEGIES` or a Strategy.
         partition: who owns what, if that is settled already; only the transfers are planned then.
+        digest: `mask_digest(mask)`, if the caller has it already.
 
     Raises:
         ValueError: s_q != s_k, an empty sequence, unknown strategy, settings or a partition that do not fit
@@ -147,6 +149,7 @@ def build_plan(
         chunk_weights=weights,
         lower_bound=lower_bound,
         speeds=options.speeds,
+        mask_digest=digest or mask_digest(mask),
     )
 
 

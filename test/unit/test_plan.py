@@ -11,9 +11,10 @@ from dataclasses import FrozenInstanceError, replace
 import numpy as np
 import pytest
 
-from paddle_fm3.distributed.cache import PlanCache, mask_key
+from paddle_fm3.distributed.cache import PlanCache
 from paddle_fm3.distributed.cost import CostModel, Link
-from paddle_fm3.distributed.plan import CpPlan
+from paddle_fm3.distributed.partition import contiguous_partition
+from paddle_fm3.distributed.plan import CpPlan, mask_digest
 from paddle_fm3.distributed.planner import PlanOptions, build_plan, default_chunk_rows
 from paddle_fm3.distributed.strategy import STRATEGIES, Strategy
 from paddle_fm3.distributed.timing import simulate_time
@@ -178,17 +179,43 @@ def test_cache_is_by_content() -> None:
     assert cache.get(builders.document(DOCUMENTS), 8, topology=TOPOLOGY) is not first
 
 
-def test_mask_keys_differ_in_every_part() -> None:
+def test_mask_digests_differ_in_every_part() -> None:
     base = builders.document(DOCUMENTS)
-    keys = {mask_key(base), mask_key(builders.causal_document(DOCUMENTS)), mask_key(builders.document(DOCUMENTS[::-1]))}
+    keys = {mask_digest(base), mask_digest(builders.causal_document(DOCUMENTS)), mask_digest(builders.document(DOCUMENTS[::-1]))}
     for name in ("lt_begin", "lt_end", "ut_begin", "ut_end"):
         changed = getattr(base, name).copy()
         changed[0, 0, 77] -= 1 if changed[0, 0, 77] else -1
-        keys.add(mask_key(replace(base, **{name: changed})))
-    keys.add(mask_key(replace(base, is_causal=True)))
-    keys.add(mask_key(replace(base, block_mask=np.ones((1, 1, 32, 32), np.int32))))
+        keys.add(mask_digest(replace(base, **{name: changed})))
+    keys.add(mask_digest(replace(base, is_causal=True)))
+    keys.add(mask_digest(replace(base, block_mask=np.ones((1, 1, 32, 32), np.int32))))
     assert len(keys) == 9
-    assert mask_key(base) == mask_key(builders.document(DOCUMENTS))
+    assert mask_digest(base) == mask_digest(builders.document(DOCUMENTS))
+
+
+def test_plan_is_bound_to_its_mask() -> None:
+    mask = builders.document(DOCUMENTS)
+    base = plan()
+    assert base.mask_digest == mask_digest(mask)
+    base.check_mask(mask_digest(mask))
+    changed = mask.lt_end.copy()
+    changed[0, 0, 5] -= 1  # one pair less is hidden
+    other_digest = mask_digest(replace(mask, lt_end=changed))
+    other = replace(base, mask_digest=other_digest)
+    assert other != base and other.plan_hash != base.plan_hash  # though every transfer is the same
+    with pytest.raises(ValueError, match=f"hash {base.plan_hash[:8]}.*digest {base.mask_digest}.*{other.mask_digest}"):
+        base.check_mask(other.mask_digest)
+    for again in (CpPlan.from_bytes(base.to_bytes()), CpPlan.from_json(base.to_json())):
+        assert again.mask_digest == base.mask_digest
+    replace(base, mask_digest="").check_mask(other_digest)  # a plan bound to no mask serves any
+
+
+def test_cache_keeps_plans_of_a_given_partition_apart() -> None:
+    cache, mask = PlanCache(), builders.document(DOCUMENTS)
+    free = cache.get(mask, 8, topology=TOPOLOGY)
+    given = contiguous_partition(mask.s_q, 8)
+    assert free.partition != given
+    assert cache.get(mask, 8, topology=TOPOLOGY, partition=given).partition == given
+    assert cache.get(mask, 8, topology=TOPOLOGY) is free
 
 
 def test_prefetch_and_failures() -> None:
