@@ -120,16 +120,25 @@ def reference_forward(
     *,
     softmax_scale: float | None = None,
     compute: torch.dtype = torch.float64,
+    out_dtype: torch.dtype | None = None,
+    round_like: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out (q's dtype) and lse float32 [b, h_q, s_q], one head at a time; for sizes whose scores fit in memory."""
-    out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    """out [b, s_q, h_q, d_v] and lse float32 [b, h_q, s_q], one head at a time; for sizes whose scores fit in memory.
+
+    Args:
+        out_dtype: of out; by default that of q.
+        round_like: rounds P, and only P, to this dtype, as a kernel does that feeds it to matrix units.
+    """
+    out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), device=q.device)
     for b_idx in range(q.shape[0]):
         for h_idx in range(q.shape[2]):
             score, h_kv_idx = _scores(q, k, mask, b_idx, h_idx, softmax_scale, compute)
             row_lse = torch.logsumexp(score, dim=1)
-            shift = torch.where(row_lse.isinf(), torch.zeros_like(row_lse), row_lse)
-            out[b_idx, :, h_idx] = (torch.exp(score - shift[:, None]) @ v[b_idx, :, h_kv_idx].to(compute)).to(q.dtype)
+            p = torch.exp(score - torch.where(row_lse.isinf(), torch.zeros_like(row_lse), row_lse)[:, None])
+            if round_like is not None:
+                p = p.to(round_like).to(compute)
+            out[b_idx, :, h_idx] = (p @ v[b_idx, :, h_kv_idx].to(compute)).to(out.dtype)
             lse[b_idx, h_idx] = row_lse.float()
     return out, lse
 
