@@ -79,6 +79,9 @@ class FwdParams(_Struct):
         ("stride_out", Strides),
         ("workspace", ctypes.c_void_p),
         ("workspace_bytes", ctypes.c_int64),
+        ("ready_rows", ctypes.c_void_p),  # uint32 word, or None
+        ("ready_status", ctypes.c_void_p),  # uint32 word
+        ("ready_timeout_us", ctypes.c_int64),
     ]
 
 

@@ -140,6 +140,11 @@ std::string check_params(const FwdParams& params) {
     error =
         join("lse is nullptr; it must hold [b, h_q, s_q]=[", b, ", ", h_q, ", ", s_q, "] float32");
   }
+  if (error.empty() && params.ready_rows != nullptr &&
+      (params.ready_status == nullptr || params.ready_timeout_us <= 0)) {
+    error = join("ready_rows is set with ready_timeout_us=", params.ready_timeout_us,
+                 "; it needs a positive time and a ready_status word");
+  }
   return error;
 }
 

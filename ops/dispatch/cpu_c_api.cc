@@ -35,7 +35,10 @@ int32_t guarded(const char* function, const std::string& error, const Body& body
 }  // namespace
 
 int32_t fm3_cpu_fwd(const fm3::FwdParams* params) {
-  const std::string error = params == nullptr ? "params is nullptr" : fm3::check_params(*params);
+  std::string error = params == nullptr ? "params is nullptr" : fm3::check_params(*params);
+  if (error.empty() && params->ready_rows != nullptr) {
+    error = "ready_rows is set; the cpu backend takes keys that are all in";
+  }
   return guarded("fm3_cpu_fwd", error, [&] { fm3::cpu::run_forward(*params); });
 }
 

@@ -153,6 +153,9 @@ int32_t run(const FwdParams& params, cudaStream_t stream) {
   args.prescale = scale < 0.0f ? -1.0f : 0.0f;
   args.scale = scale == 0.0f ? 1.0f : std::fabs(scale);
   args.scale_log2 = args.scale * 1.4426950408889634f;
+  args.ready_rows = params.ready_rows;
+  args.ready_status = params.ready_status;
+  args.ready_polls = static_cast<uint32_t>(std::min<int64_t>(params.ready_timeout_us, INT32_MAX));
 
   status = kernel.launch(args, std::min(num_sms, args.num_tiles), stream);
   if (status != cudaSuccess) return fail(Status::kBackendError, kName, cudaGetErrorString(status));

@@ -25,6 +25,10 @@ struct FwdArgs {
   // positive `scale`.
   float scale, scale_log2, prescale;
   int32_t needs_prescale;
+  // FwdParams::ready_rows and what belongs to it.
+  const uint32_t* ready_rows;
+  uint32_t* ready_status;
+  uint32_t ready_polls;
 };
 
 // One compiled kernel. It serves d_qk <= head_qk and d_v <= head_v.

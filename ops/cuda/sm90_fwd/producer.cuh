@@ -4,6 +4,7 @@
 #pragma once
 
 #include "config.cuh"
+#include "remote_rows.cuh"
 
 namespace fm3::sm90 {
 
@@ -122,6 +123,7 @@ class Loader {
     const int32_t h_kv_idx = tile.h_idx / (args_.h_q / args_.h_kv);
     const int32_t q_begin = tile.q_tile_idx * kTileQ;
     ptx::mbar_wait_warp(&smem_.k_empty[k_pos_.slot], k_pos_.parity ^ 1);
+    if (args_.ready_rows != nullptr) wait_rows(args_, seen_rows_, k_begin + Config::kCols);
     if (is_issuer_) {
       smem_.step[k_pos_.slot] = {flags, q_begin, tile.h_idx, tile.b_idx};
       ptx::Barrier* barrier = &smem_.k_full[k_pos_.slot];
@@ -193,6 +195,7 @@ class Loader {
   uint32_t q_parity_ = 0;
   int32_t pending_k_begin_ = 0, pending_h_idx_ = 0, pending_b_idx_ = 0;
   bool has_pending_v_ = false;
+  int32_t seen_rows_ = 0;  // key rows known to be in
 };
 
 // --- Mask warps ----------------------------------------------------------------------------------

@@ -34,6 +34,13 @@ struct FwdParams {
   Strides stride_q, stride_k, stride_v, stride_out;
   void* workspace;  // *_fwd_workspace_bytes(params) bytes; may be nullptr if that is 0
   int64_t workspace_bytes;
+  // Keys on their way (sm90 only): K and V rows [0, *ready_rows) are in; the word grows while the
+  // kernel runs, which waits for the rows that it visits. nullptr: all are in. A kernel that has
+  // waited ready_timeout_us for one row writes its index, plus 1, to *ready_status (0 before), and
+  // ends with results that mean nothing. Both words may be in registered host memory.
+  const uint32_t* ready_rows;
+  uint32_t* ready_status;
+  int64_t ready_timeout_us;
 };
 
 struct BwdParams {

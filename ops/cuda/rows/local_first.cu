@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// Order of a prepared schedule for keys that are still on their way: tiles that need none of them
+// first.
+#include "../schedule/device_schedule.cuh"
+#include "rows.cuh"
+
+namespace fm3::sm90 {
+namespace {
+
+constexpr uint32_t kAllLanes = 0xFFFFFFFF;
+static_assert(sizeof(TileCost) == sizeof(QueryTileEntry), "tile_costs serves as scratch");
+
+// One warp a list: a stable partition of its order.
+__global__ void __launch_bounds__(32) local_first_kernel(ScheduleView schedule, int32_t k_end) {
+  const int64_t list_begin = int64_t{blockIdx.x} * schedule.num_q_tiles;
+  QueryTileEntry* const order = schedule.order + list_begin;
+  auto* const sorted = reinterpret_cast<QueryTileEntry*>(schedule.tile_costs + list_begin);
+  const int32_t lane = threadIdx.x;
+  const auto is_local = [&](const QueryTileEntry& entry) {
+    const Span* spans = schedule.spans + (list_begin + entry.q_tile_idx) * schedule.max_spans;
+    const Span last = spans[entry.num_spans - 1];
+    return last.k_begin() + last.count() * kItemCols <= k_end;
+  };
+  int32_t num_local = 0;
+  for (int32_t base = 0; base < schedule.num_q_tiles; base += 32) {
+    const bool is_tile = base + lane < schedule.num_q_tiles;
+    num_local += __popc(__ballot_sync(kAllLanes, is_tile && is_local(order[base + lane])));
+  }
+  int32_t next_local = 0, next_remote = num_local;
+  for (int32_t base = 0; base < schedule.num_q_tiles; base += 32) {
+    const bool is_tile = base + lane < schedule.num_q_tiles;
+    const QueryTileEntry entry = is_tile ? order[base + lane] : QueryTileEntry{0, 1};
+    const bool is_first = is_tile && is_local(entry);
+    const uint32_t locals = __ballot_sync(kAllLanes, is_first);
+    const uint32_t remotes = __ballot_sync(kAllLanes, is_tile && !is_first);
+    const uint32_t before = (1u << lane) - 1;
+    if (is_first) sorted[next_local + __popc(locals & before)] = entry;
+    if (is_tile && !is_first) sorted[next_remote + __popc(remotes & before)] = entry;
+    next_local += __popc(locals), next_remote += __popc(remotes);
+  }
+  __syncwarp();
+  for (int32_t idx = lane; idx < schedule.num_q_tiles; idx += 32) order[idx] = sorted[idx];
+}
+
+}  // namespace
+
+cudaError_t order_local_first(const MaskView& mask, void* blob, int32_t k_end,
+                              cudaStream_t stream) {
+  ScheduleView schedule;
+  schedule_layout(mask, blob, &schedule);
+  const int64_t num_lists = int64_t{mask.b} * mask.h_mask;
+  if (num_lists == 0 || schedule.num_q_tiles == 0 || mask.s_k == 0) return cudaSuccess;
+  local_first_kernel<<<static_cast<uint32_t>(num_lists), 32, 0, stream>>>(schedule, k_end);
+  return cudaGetLastError();
+}
+
+}  // namespace fm3::sm90

@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launchers of the row kernels. Plain C++: included by the dispatch as well.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "fm3/rows.h"
+
+namespace fm3::sm90 {
+
+cudaError_t sum_parts(const SumPartsParams& params, cudaStream_t stream);
+cudaError_t sum_rows(const SumRowsParams& params, cudaStream_t stream);
+cudaError_t merge(const MergeParams& params, cudaStream_t stream);
+cudaError_t order_local_first(const MaskView& mask, void* schedule, int32_t k_end,
+                              cudaStream_t stream);
+
+}  // namespace fm3::sm90

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// The row kernels behind the C ABI.
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "fm3/device_api.h"
+#include "ops/cuda/rows/rows.cuh"
+#include "ops/dispatch/sm90_error.h"
+
+namespace {
+
+using fm3::DType;
+using fm3::Status;
+using fm3::sm90::fail;
+
+std::string check_dtype(DType dtype) {
+  if (dtype == DType::kBFloat16 || dtype == DType::kFloat16) return "";
+  return "dtype=" + std::to_string(static_cast<int32_t>(dtype)) +
+         "; sm90 serves bfloat16 (1) and float16 (2)";
+}
+
+std::string check_parts(int32_t num_parts, const void* const* parts) {
+  if (num_parts < 1 || num_parts > fm3::kMaxParts) {
+    return "num_parts=" + std::to_string(num_parts) + "; expected 1 to " +
+           std::to_string(fm3::kMaxParts);
+  }
+  for (int32_t part_idx = 0; part_idx < num_parts; ++part_idx) {
+    if (reinterpret_cast<uintptr_t>(parts[part_idx]) % 16 != 0 || parts[part_idx] == nullptr) {
+      return "part " + std::to_string(part_idx) + " is nullptr or not at a multiple of 16 bytes";
+    }
+  }
+  return "";
+}
+
+std::string check_multiple_of_8(const char* name, int64_t value) {
+  if (value >= 0 && value % 8 == 0) return "";
+  return std::string(name) + "=" + std::to_string(value) + "; expected a multiple of 8";
+}
+
+int32_t finish(const char* function, const std::string& error,
+               cudaError_t (*launch)(const void*, cudaStream_t), const void* params, void* stream) {
+  if (!error.empty()) return fail(Status::kInvalidArgument, function, error);
+  const cudaError_t status = launch(params, static_cast<cudaStream_t>(stream));
+  if (status == cudaSuccess) return static_cast<int32_t>(Status::kOk);
+  return fail(Status::kBackendError, function, cudaGetErrorString(status));
+}
+
+template <class Params, cudaError_t (*kLaunch)(const Params&, cudaStream_t)>
+cudaError_t launch_erased(const void* params, cudaStream_t stream) {
+  return kLaunch(*static_cast<const Params*>(params), stream);
+}
+
+}  // namespace
+
+int32_t fm3_sm90_sum_parts(const fm3::SumPartsParams* params, void* stream) {
+  std::string error = params == nullptr ? "params is nullptr" : check_dtype(params->dtype);
+  if (error.empty()) error = check_multiple_of_8("num_elems", params->num_elems);
+  if (error.empty() && params->num_elems > 0) error = check_parts(params->num_parts, params->parts);
+  return finish("fm3_sm90_sum_parts", error,
+                launch_erased<fm3::SumPartsParams, fm3::sm90::sum_parts>, params, stream);
+}
+
+int32_t fm3_sm90_sum_rows(const fm3::SumRowsParams* params, void* stream) {
+  std::string error = params == nullptr ? "params is nullptr" : check_dtype(params->dtype);
+  if (error.empty()) error = check_multiple_of_8("row_elems", params->row_elems);
+  return finish("fm3_sm90_sum_rows", error, launch_erased<fm3::SumRowsParams, fm3::sm90::sum_rows>,
+                params, stream);
+}
+
+int32_t fm3_sm90_merge(const fm3::MergeParams* params, void* stream) {
+  std::string error = params == nullptr ? "params is nullptr" : check_dtype(params->dtype);
+  if (error.empty()) error = check_multiple_of_8("d_v", params->d_v);
+  if (error.empty()) error = check_parts(params->num_parts, params->parts);
+  return finish("fm3_sm90_merge", error, launch_erased<fm3::MergeParams, fm3::sm90::merge>, params,
+                stream);
+}
+
+int32_t fm3_sm90_order_local_first(const fm3::MaskView* mask, void* schedule, int32_t k_end,
+                                   void* stream) {
+  constexpr const char* kName = "fm3_sm90_order_local_first";
+  if (mask == nullptr || schedule == nullptr) {
+    return fail(Status::kInvalidArgument, kName, "mask or schedule is nullptr");
+  }
+  const cudaError_t status =
+      fm3::sm90::order_local_first(*mask, schedule, k_end, static_cast<cudaStream_t>(stream));
+  if (status == cudaSuccess) return static_cast<int32_t>(Status::kOk);
+  return fail(Status::kBackendError, kName, cudaGetErrorString(status));
+}

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// Arguments of the row kernels: partial results of context parallelism become whole ones. All sums
+// are float32, in the order given, so that they do not depend on timing. Narrow values are the
+// bfloat16 or float16 of `dtype`.
+#pragma once
+
+#include <cstdint>
+
+#include "fm3/params.h"
+
+namespace fm3 {
+
+constexpr int32_t kMaxParts = 48;  // one launch's partial results
+constexpr int32_t kIpcHandleBytes = 64;
+
+// out[i] = sum over p of parts[p][i].
+struct SumPartsParams {
+  DType dtype;  // of parts and out
+  int32_t num_parts;
+  int64_t num_elems;  // a multiple of 8
+  const void* parts[kMaxParts];
+  void* out;
+};
+
+// out[rows[r].out] = part[rows[r].part] + sum of the staged rows in its entries; for each of b
+// batch entries.
+struct SumRow {
+  int32_t out, part;
+  int32_t entry_begin, entry_end;  // into `entries`
+};
+struct SumRowsParams {
+  DType dtype;                     // of part and narrow
+  int32_t is_out_float32;          // otherwise out has `dtype`
+  int32_t b, num_rows, row_elems;  // row_elems = h_kv * d, a multiple of 8
+  const SumRow* rows;              // [num_rows], device memory
+  const int32_t* entries;          // e >= 0: row e of narrow; e < 0: row -1 - e of wide
+  const void* part;                // [b, *, row_elems]
+  const void* narrow;              // [b, *, row_elems]; may be nullptr
+  const float* wide;               // [b, *, row_elems]; may be nullptr
+  void* out;                       // [b, *, row_elems]
+  int64_t part_stride_b, narrow_stride_b, wide_stride_b, out_stride_b;  // elements
+};
+
+// Attention over disjoint sets of keys becomes attention over all of them.
+struct MergeParams {
+  DType dtype;  // of parts and out
+  int32_t num_parts;
+  int32_t b, s_q, h_q, d_v;      // d_v a multiple of 8
+  const void* parts[kMaxParts];  // [b, s_q, h_q, d_v] contiguous
+  const float* lses[kMaxParts];  // [b, h_q, s_q]
+  void* out;                     // [b, s_q, h_q, d_v]
+  Strides stride_out;
+  float* lse;  // [b, h_q, s_q]
+};
+
+}  // namespace fm3
