@@ -26,7 +26,13 @@ from paddlenlp.transformers import (
 from paddlenlp.transformers.qwen2_moe.modeling import Qwen2MoePretrainingCriterion
 from paddlenlp.utils.log import logger
 
-from paddle_fm3.integration.paddlenlp import FlashMask3Settings, FlashMask3TrainingArguments, PackedCollator, enable
+from paddle_fm3.integration.paddlenlp import (
+    FlashMask3Settings,
+    FlashMask3TrainingArguments,
+    LayerMasks,
+    PackedCollator,
+    enable,
+)
 from paddle_fm3.integration.paddlenlp.inputs import split_batch
 from paddle_fm3.integration.paddlenlp.settings import RunState
 
@@ -50,6 +56,8 @@ MODELS = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"intermediate_size": 48}),
 }
 VOCAB_SIZE = 61
+WINDOW = 6
+WINDOW_AND_FULL = LayerMasks.from_flags("causal_document", WINDOW, "window,full")
 
 
 def build(name: str, **changes: Any) -> Any:
@@ -107,14 +115,39 @@ class RecordingTrainer(Trainer):
         return loss
 
 
-def one_step(model: Any, arguments: Any, is_dense: bool = False) -> dict[str, np.ndarray]:
+def one_step(
+    model: Any, arguments: Any, is_dense: bool = False, masks: LayerMasks | None = None
+) -> dict[str, np.ndarray]:
     capture = Capture(model)
     trainer = RecordingTrainer(
-        model=model, args=arguments, train_dataset=OneBatch(), data_collator=PackedCollator(S), callbacks=[capture]
+        model=model,
+        args=arguments,
+        train_dataset=OneBatch(),
+        data_collator=PackedCollator(S, masks=masks),
+        callbacks=[capture],
     )
     trainer.is_dense = is_dense
     trainer.train()
     return {"loss": np.array(trainer.step_loss), **capture.gradients}
+
+
+def attend_densely(model: Any) -> None:
+    """PaddleNLP's dense attention with a table a layer: the window in layer 0, the whole document in layer 1."""
+    document = np.repeat(np.arange(len(DOCUMENT_LENGTHS) + 7), [*DOCUMENT_LENGTHS, *[1] * 7])  # padding: one each
+    q_idx, k_idx = np.arange(S)[:, None], np.arange(S)[None, :]
+    is_full = (document[:, None] == document[None, :]) & (k_idx <= q_idx)
+    tables = [is_full & (q_idx - k_idx < WINDOW), is_full]
+    attentions = [layer for layer in model.sublayers() if type(layer).__name__.endswith("Attention")]
+    for attention, table in zip(attentions, tables, strict=True):
+        bias = paddle.to_tensor(np.where(table, 0.0, -1e9).astype(np.float32).reshape(1, 1, S, S))
+        original = attention.attn_func
+
+        def attend(
+            q: Any, config: Any, k: Any, v: Any, mask: Any, *rest: Any, original=original, bias=bias, **named: Any
+        ):  # noqa: ANN001, ANN202, E501
+            return original(q, config, k, v, bias, *rest, **named)
+
+        attention.attn_func = attend
 
 
 def main() -> None:
@@ -145,14 +178,25 @@ def main() -> None:
             enable(FlashMask3Settings())
             with unchecked_wrap():
                 save(f"{name}-dense", one_step(build(name, use_flash_attention=False), arguments, is_dense=True))
+    enable(FlashMask3Settings(cp_timeout_s=30.0, masks=WINDOW_AND_FULL))
+    for name in ("qwen2_moe", "llama"):
+        save(f"{name}-windows", one_step(build(name), arguments, masks=WINDOW_AND_FULL))
     if num_ranks == 1:
+        with unchecked_wrap():
+            for name in ("qwen2_moe", "llama"):
+                model = build(name, use_flash_attention=False)
+                attend_densely(model)
+                save(f"{name}-windows-dense", one_step(model, arguments, is_dense=True))
+        enable(FlashMask3Settings())
         save("evaluation", evaluation())
         return
+    enable(FlashMask3Settings(cp_strategy="dual_chunk", cp_timeout_s=30.0, masks=WINDOW_AND_FULL))
+    save("qwen2_moe-windows-dual_chunk", one_step(build("qwen2_moe"), arguments, masks=WINDOW_AND_FULL))
     enable(FlashMask3Settings(cp_strategy="contiguous", cp_timeout_s=30.0))
     save("qwen2_moe-contiguous", one_step(build("qwen2_moe"), arguments))
-    enable(FlashMask3Settings(cp_strategy="fm3", cp_timeout_s=30.0))
-    save("qwen2_moe-fm3", one_step(build("qwen2_moe"), arguments))
-    save("llama-fm3", one_step(build("llama"), arguments))
+    enable(FlashMask3Settings(cp_strategy="dual_chunk", cp_timeout_s=30.0))
+    save("qwen2_moe-dual_chunk", one_step(build("qwen2_moe"), arguments))
+    save("llama-dual_chunk", one_step(build("llama"), arguments))
     enable(FlashMask3Settings(cp_strategy="contiguous", cp_timeout_s=30.0))
     # What the loss correction repairs, and that the comparison would notice it missing.
     corrected, Qwen2MoePretrainingCriterion.forward = (
@@ -191,12 +235,12 @@ def check_refusals() -> None:
         ({"labels": tokens}, "cannot split a batch without input_ids; it has ['labels']"),
     ):
         try:
-            split_batch(batch, "dual_chunk", RunState())
+            split_batch(batch, FlashMask3Settings(cp_strategy="dual_chunk"), RunState())
         except ValueError as error:
             assert words in str(error), error
         else:
             raise AssertionError(f"split_batch took {sorted(batch)}")
-    filled = split_batch({"input_ids": tokens}, "dual_chunk", RunState())
+    filled = split_batch({"input_ids": tokens}, FlashMask3Settings(cp_strategy="dual_chunk"), RunState())
     assert filled["attn_mask_startend_row_indices"].tolist() == [[S] * S]
     rank_rows = [*range(0, 12), *range(37, S)] if dist.get_rank() == 0 else list(range(12, 37))
     assert filled["position_ids"].tolist() == [rank_rows], filled["position_ids"]

@@ -21,13 +21,24 @@ from paddlenlp.transformers.llama import modeling as llama  # noqa: E402
 from paddlenlp.transformers.qwen2 import modeling as qwen2  # noqa: E402
 from paddlenlp.transformers.qwen2_moe import modeling as qwen2_moe  # noqa: E402
 
-from paddle_fm3.integration.paddlenlp import FlashMask3TrainingArguments, disable, enable, is_enabled  # noqa: E402
+from paddle_fm3.integration.paddlenlp import (  # noqa: E402
+    FlashMask3TrainingArguments,
+    LayerMasks,
+    disable,
+    enable,
+    is_enabled,
+    number_layers,
+)
+from paddle_fm3.integration.paddlenlp import attention as flag_attention  # noqa: E402
+from paddle_fm3.integration.paddlenlp.collator import PackedCollator  # noqa: E402
 from paddle_fm3.integration.paddlenlp.settings import FlashMask3Settings  # noqa: E402
 from paddle_fm3.testing import reference  # noqa: E402
 
 PLACES = [
     (fusion_ops, "fusion_flash_attention"),
     (llama.LlamaAttention, "forward"),
+    (qwen2.Qwen2Attention, "forward"),
+    (qwen2_moe.Qwen2MoeAttention, "forward"),
     (llama.LlamaPretrainingCriterion, "forward"),
     (llama.LlamaRotaryEmbedding, "forward"),
     (qwen2.Qwen2PretrainingCriterion, "forward"),
@@ -41,6 +52,8 @@ PLACES = [
     (trainer, "split_inputs_sequence_dim"),
     (trainer, "split_inputs_sequence_dim_load_balance"),
     (Trainer, "_wrap_model"),
+    (Trainer, "_inner_training_loop"),
+    (Trainer, "log"),
     (collective, "_new_process_group_impl"),
 ]
 
@@ -73,10 +86,16 @@ def test_flag_on_the_command_line(tmp_path: Any) -> None:
     common = ["--output_dir", str(tmp_path), "--device", "cpu", "--report_to", "none"]
     (arguments,) = parser.parse_args_into_dataclasses([*common])
     assert not arguments.use_flashmask3 and not is_enabled()
+    assert arguments.cp_strategy == "fm3" and arguments.layer_masks() == LayerMasks()
+    flags = ["--mask_window", "512", "--mask_layers", "window,full", "--mask_kind", "document", "--cp_nodes", "0,0,1"]
+    (arguments,) = parser.parse_args_into_dataclasses([*common, *flags])
+    assert arguments.layer_masks() == LayerMasks("document", 512, ("window", "full"))
+    with pytest.raises(ValueError, match="cp_nodes='0,x': expected"):
+        parser.parse_args_into_dataclasses([*common, "--cp_nodes", "0,x"])
     (arguments,) = parser.parse_args_into_dataclasses([*common, "--use_flashmask3", "--cp_strategy", "contiguous"])
     assert arguments.use_flashmask3 and arguments.cp_strategy == "contiguous" and is_enabled()
     disable()
-    with pytest.raises(ValueError, match=r"cp_strategy='zigzag' is unknown; known: dual_chunk, contiguous"):
+    with pytest.raises(ValueError, match=r"cp_strategy='zigzag' is unknown; known: fm3, .*, dual_chunk, contiguous"):
         parser.parse_args_into_dataclasses([*common, "--use_flashmask3", "--cp_strategy", "zigzag"])
     assert not is_enabled()
 
@@ -117,6 +136,39 @@ def test_index_shapes_reach_the_operator(rank_count: int) -> None:
     out = fusion_ops.fusion_flash_attention(q, config, k, v, None, False, attn_mask_startend_row_indices=indices)
     expected = reference.attention(q, k, v, ends.astype(np.int32).reshape(1, 1, s, 1), causal=True).out
     np.testing.assert_allclose(out.numpy(), expected.reshape(out.shape), atol=2e-6)
+
+
+def test_layers_pick_their_mask() -> None:
+    masks = LayerMasks.from_flags("causal_document", 3, "full,window")
+    enable(FlashMask3Settings(masks=masks))
+    s = 12
+    config = Qwen2MoeConfig(hidden_size=16, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=2, num_experts=2,
+                            num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8, vocab_size=9,
+                            intermediate_size=8, max_position_embeddings=s, use_flash_attention=True)  # fmt: skip
+    model = qwen2_moe.Qwen2MoeForCausalLM(config)
+    model.eval()
+    batch = PackedCollator(s, masks=masks)([{"documents": [[1] * 5, [2] * 7]}])
+    batch.pop("labels")
+    batch = {name: paddle.to_tensor(x) for name, x in batch.items()}
+    with pytest.raises(
+        ValueError, match=r"the batch has 2 masks and this attention layer has no index; call number_la"
+    ):
+        model(**batch)
+    number_layers(model)
+    seen: list[Any] = []
+    attend = flag_attention.flashmask_attention
+    flag_attention.flashmask_attention = lambda q, k, v, startend_row_indices, **named: (
+        seen.append(startend_row_indices.numpy()[0, 0, :, 0].tolist()) or attend(q, k, v, startend_row_indices, **named)
+    )
+    try:
+        model(**batch)
+    finally:
+        flag_attention.flashmask_attention = attend
+    full = [5] * 5 + [12] * 7
+    assert seen == [full, [min(end, at + 3) for at, end in enumerate(full)]]
+    enable()
+    with pytest.raises(ValueError, match="the batch has 2 masks; --mask_layers full names 1"):
+        model(**batch)
 
 
 @pytest.mark.parametrize("kind", ["bool", "additive"])

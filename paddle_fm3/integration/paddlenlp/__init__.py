@@ -19,6 +19,8 @@ _EXPORTS = {
     "FlashMask3Settings": "settings",
     "FlashMask3Arguments": "arguments",
     "FlashMask3TrainingArguments": "arguments",
+    "LayerMasks": "masks",
+    "number_layers": "attention",
     "PackedCollator": "collator",
     "pack_documents": "collator",
 }

@@ -7,8 +7,13 @@ from dataclasses import dataclass, field
 
 from paddlenlp.trainer import TrainingArguments
 
+from paddle_fm3.integration.paddlenlp.masks import KINDS, LayerMasks
 from paddle_fm3.integration.paddlenlp.patch import enable
-from paddle_fm3.integration.paddlenlp.settings import FlashMask3Settings
+from paddle_fm3.integration.paddlenlp.settings import (
+    DEFAULT_CP_STRATEGY,
+    DEFAULT_PLANS_AHEAD,
+    FlashMask3Settings,
+)
 
 
 @dataclass
@@ -20,18 +25,50 @@ class FlashMask3Arguments:
         metadata={"help": "run attention through paddle_fm3; keeps document masks under context parallelism"},
     )
     cp_strategy: str = field(
-        default="dual_chunk",
-        metadata={"help": "how context-parallel ranks share a sequence: dual_chunk, contiguous, or (CPU) fm3, by plan"},
+        default=DEFAULT_CP_STRATEGY,
+        metadata={"help": "how context-parallel ranks share a sequence: fm3, by a plan for each batch, or another"},
+    )
+    cp_nodes: str = field(
+        default="",
+        metadata={
+            "help": "ranks a node (8), or the node of each context-parallel rank (0,0,1,1); empty: ranks of one host "
+            "share a node"
+        },
+    )
+    cp_plans_ahead: int = field(
+        default=DEFAULT_PLANS_AHEAD,
+        metadata={"help": "batches that a thread plans ahead of training; 0 plans when the batch is used"},
     )
     cp_timeout_s: float = field(default=60.0, metadata={"help": "longest wait for another rank, in seconds"})
     cp_reduce_dtype: str = field(
         default="float32", metadata={"help": "dtype in which dK and dV of the ranks are summed: float32 or input"}
     )
+    mask_kind: str = field(
+        default="causal_document", metadata={"help": f"what a packed document means: {', '.join(KINDS)}"}
+    )
+    mask_window: int = field(
+        default=0, metadata={"help": "tokens that a layer with a sliding window sees, itself included; 0: no window"}
+    )
+    mask_layers: str = field(
+        default="",
+        metadata={"help": "which layers have the window, repeated over the model: window,window,full. Empty: all"},
+    )
 
     def __post_init__(self) -> None:
-        settings = FlashMask3Settings(self.cp_strategy, self.cp_timeout_s, self.cp_reduce_dtype)
+        settings = FlashMask3Settings(
+            self.cp_strategy,
+            self.cp_timeout_s,
+            self.cp_reduce_dtype,
+            cp_nodes=self.cp_nodes,
+            plans_ahead=self.cp_plans_ahead,
+            masks=self.layer_masks(),
+        )
         if self.use_flashmask3:
             enable(settings)
+
+    def layer_masks(self) -> LayerMasks:
+        """The three mask fields as `PackedCollator(masks=...)` takes them."""
+        return LayerMasks.from_flags(self.mask_kind, self.mask_window, self.mask_layers)
 
 
 @dataclass

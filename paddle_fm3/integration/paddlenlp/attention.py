@@ -16,18 +16,21 @@ import numpy as np
 import paddle
 from paddlenlp.transformers.llama import fusion_ops
 from paddlenlp.transformers.llama.modeling import LlamaAttention
+from paddlenlp.transformers.qwen2.modeling import Qwen2Attention
+from paddlenlp.transformers.qwen2_moe.modeling import Qwen2MoeAttention
 from paddlenlp.transformers.refined_recompute import no_recompute
 
 from paddle_fm3.attention import flashmask_attention
 from paddle_fm3.distributed import groups
 from paddle_fm3.distributed.attention import flashmask_cp_attention
 from paddle_fm3.distributed.plan import CpPlan
-from paddle_fm3.distributed.planned import plan_attention
 from paddle_fm3.distributed.prepared import state_of
-from paddle_fm3.integration.paddlenlp.settings import PLANNED_STRATEGIES, FlashMask3Settings, RunState
+from paddle_fm3.integration.paddlenlp.masks import masks_of_batch
+from paddle_fm3.integration.paddlenlp.settings import FlashMask3Settings, RunState
 from paddle_fm3.mask.converters import from_dense
 
 Replacement = tuple[Any, str, Callable[[Any], Any]]
+ATTENTION_LAYERS = (LlamaAttention, Qwen2Attention, Qwen2MoeAttention)
 HIDDEN_BELOW = -1e4  # smallest magnitude that frameworks use for "hidden" in an additive mask (fp16)
 
 
@@ -35,8 +38,16 @@ def replacements(settings: FlashMask3Settings, state: RunState) -> list[Replacem
     """What `enable` replaces for attention: owner, attribute, original -> replacement."""
     return [
         (fusion_ops, "fusion_flash_attention", lambda original: _funnel(original, settings, state)),
+        *((layer, "forward", lambda original: _with_layer_idx(original, state)) for layer in ATTENTION_LAYERS),
         (LlamaAttention, "forward", _without_upstream_context_parallelism),
     ]
+
+
+def number_layers(model: paddle.nn.Layer) -> None:
+    """Tells each attention layer its index, by which it picks its mask. The Trainer does it under the flag."""
+    layers = [layer for layer in model.sublayers() if isinstance(layer, ATTENTION_LAYERS)]
+    for layer_idx, layer in enumerate(layers):
+        layer.fm3_layer_idx = layer_idx
 
 
 def _funnel(original: Callable, settings: FlashMask3Settings, state: RunState) -> Callable:
@@ -61,8 +72,9 @@ def _funnel(original: Callable, settings: FlashMask3Settings, state: RunState) -
             raise ValueError("paddle_fm3: use_flashmask3 does not serve alibi: a bias has no interval form")
         if attention_mask is not None and attn_mask_startend_row_indices is None:
             bounds, causal = dense_masks.bounds(attention_mask, query_states.shape[1], key_states.shape[1])
+            mask_idx = None
         else:
-            bounds, causal = intervals_of(attn_mask_startend_row_indices)
+            bounds, causal, mask_idx = _mask_of_layer(attn_mask_startend_row_indices, settings, state)
         b, s_local, _, _ = query_states.shape
         options: dict[str, Any] = {"causal": causal, "deterministic": settings.deterministic or None}
         attend = flashmask_attention
@@ -71,8 +83,8 @@ def _funnel(original: Callable, settings: FlashMask3Settings, state: RunState) -
             attend = flashmask_cp_attention
             options["deterministic"] = settings.deterministic
             options.update(timeout_s=settings.cp_timeout_s, reduce_dtype=settings.cp_reduce_dtype)
-            if settings.cp_strategy in PLANNED_STRATEGIES:
-                options["plan"] = _plan_of_split(bounds, causal, settings, state)
+            if settings.is_planned:
+                options.update(plan=_plan_of_split(mask_idx, settings, state), trace=state.metrics.trace)
             else:
                 options["strategy"] = settings.cp_strategy
         out = no_recompute(
@@ -94,22 +106,46 @@ def _funnel(original: Callable, settings: FlashMask3Settings, state: RunState) -
     return fusion_flash_attention
 
 
-def intervals_of(indices: paddle.Tensor | None) -> tuple[paddle.Tensor | None, bool]:
-    """PaddleNLP's indices [b, s], [b, h_mask, s] or [b, h_mask, s, n] -> ([b, h_mask, s, n] int32, causal)."""
+def _mask_of_layer(
+    indices: paddle.Tensor | None, settings: FlashMask3Settings, state: RunState
+) -> tuple[paddle.Tensor | None, bool, int | None]:
+    """(bounds int32 [b, h_mask, s, n], causal, its place among the batch that was split; None if it is another's)."""
     if indices is None:
-        return None, True
-    shape = list(indices.shape)
-    if not 2 <= len(shape) <= 4:
-        raise ValueError(
-            f"paddle_fm3: attn_mask_startend_row_indices.shape is {shape}; expected [b, s], [b, h_mask, s] or "
-            "[b, h_mask, s, n]"
-        )
-    if indices.dtype != paddle.int32:
-        indices = indices.astype("int32")
-    if len(shape) == 4:
-        # A decoder's one or two bounds come with the causal rule; four bounds say everything themselves.
-        return indices, shape[3] != 4
-    return indices.reshape([shape[0], shape[1] if len(shape) == 3 else 1, shape[-1], 1]), True
+        return None, True, None
+    is_split_one = state.indices is not None and _is_same(indices, state.indices)
+    masks, causal = masks_of_batch(indices)
+    if is_split_one:
+        masks = state.masks  # the same tensors for every layer: what is prepared for one serves all
+    mask_idx = 0
+    if len(masks) > 1:
+        if len(masks) != settings.masks.num_masks:
+            raise ValueError(
+                f"paddle_fm3: the batch has {len(masks)} masks; --mask_layers {','.join(settings.masks.layers)} names "
+                f"{settings.masks.num_masks}. Was the collator given the same masks?"
+            )
+        if state.layer_idx is None:
+            raise ValueError(
+                f"paddle_fm3: the batch has {len(masks)} masks and this attention layer has no index; call "
+                "number_layers(model) first"
+            )
+        mask_idx = settings.masks.mask_idx(state.layer_idx)
+    bounds = masks[mask_idx]
+    return (
+        bounds if bounds.dtype == paddle.int32 else bounds.astype("int32"),
+        causal,
+        mask_idx if is_split_one else None,
+    )
+
+
+def _is_same(indices: paddle.Tensor, of_split: paddle.Tensor) -> bool:
+    """Recompute hands over another tensor object for the same memory. On a CPU the content is looked at as well."""
+    if indices is of_split:
+        return True
+    if indices.shape != of_split.shape or indices.dtype != of_split.dtype:
+        return False
+    if indices.place.is_cpu_place():
+        return np.array_equal(indices.numpy(), of_split.numpy())
+    return indices.data_ptr() == of_split.data_ptr()
 
 
 class _DenseMasks:
@@ -163,16 +199,14 @@ def _is_split(bounds: paddle.Tensor | None, s_local: int) -> bool:
     return False
 
 
-def _plan_of_split(bounds: paddle.Tensor, causal: bool, settings: FlashMask3Settings, state: RunState) -> CpPlan:
-    """The plan that the batch was cut by; found again by the mask's content, so it costs a hash a layer."""
-    num_ranks = groups.group_size(groups.resolve_group())
-    plan = plan_attention(bounds, causal=causal, num_ranks=num_ranks, strategy=settings.cp_strategy)
-    if plan != state.plan:
+def _plan_of_split(mask_idx: int | None, settings: FlashMask3Settings, state: RunState) -> CpPlan:
+    """The plan that the batch was cut by."""
+    if mask_idx is None or state.batch_plan is None:
         raise ValueError(
             f"paddle_fm3: cp_strategy={settings.cp_strategy!r}: attention got another mask than the one the batch was "
             "split by; a plan serves one mask"
         )
-    return plan
+    return state.batch_plan.plans[mask_idx]
 
 
 def _check_config(config: Any) -> None:
@@ -181,6 +215,20 @@ def _check_config(config: Any) -> None:
             "paddle_fm3: use_fused_linear_cross_entropy averages the loss per rank, which context parallelism must "
             "not; turn it off"
         )
+
+
+def _with_layer_idx(original: Callable, state: RunState) -> Callable:
+    """An attention layer's forward during which its index is known to the funnel."""
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state.layer_idx = getattr(self, "fm3_layer_idx", None)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            state.layer_idx = None
+
+    return forward
 
 
 def _without_upstream_context_parallelism(original: Callable) -> Callable:

@@ -3,16 +3,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from paddle_fm3.distributed.strategy import STRATEGIES as PLANNED_STRATEGIES
+from paddle_fm3.distributed.topology import Topology
+from paddle_fm3.integration.paddlenlp.masks import LayerMasks
 
 if TYPE_CHECKING:
-    from paddle_fm3.distributed.plan import CpPlan
+    from paddle_fm3.integration.paddlenlp.metrics import StepMetrics
+    from paddle_fm3.integration.paddlenlp.planning import BatchPlan
 
-# The first two gather all keys with Paddle's collectives; the others are the planner's, on CPU ranks so far.
-CP_STRATEGIES = ("dual_chunk", "contiguous", *PLANNED_STRATEGIES)
+# Of these two all keys are gathered with Paddle's collectives; the others are the planner's.
+COLLECTIVE_STRATEGIES = ("dual_chunk", "contiguous")
+CP_STRATEGIES = (*PLANNED_STRATEGIES, *COLLECTIVE_STRATEGIES)
+DEFAULT_CP_STRATEGY = "fm3"
+DEFAULT_PLANS_AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -24,12 +30,18 @@ class FlashMask3Settings:
         cp_timeout_s: longest wait for another rank.
         cp_reduce_dtype: "float32", or "input" to sum dK and dV of the ranks in the model's dtype.
         deterministic: bitwise repeatable gradients.
+        cp_nodes: which context-parallel ranks share a node (see `topology_of`); empty: ranks of one host do.
+        plans_ahead: batches that the planning thread may be ahead of training; 0 plans when the batch is used.
+        masks: what the batches' masks mean and which layer uses which.
     """
 
-    cp_strategy: str = "dual_chunk"
+    cp_strategy: str = DEFAULT_CP_STRATEGY
     cp_timeout_s: float = 60.0
     cp_reduce_dtype: str = "float32"
     deterministic: bool = False
+    cp_nodes: str = ""
+    plans_ahead: int = DEFAULT_PLANS_AHEAD
+    masks: LayerMasks = LayerMasks()
 
     def __post_init__(self) -> None:
         if self.cp_strategy not in CP_STRATEGIES:
@@ -42,6 +54,59 @@ class FlashMask3Settings:
             raise ValueError(
                 f"FlashMask3Settings: cp_reduce_dtype={self.cp_reduce_dtype!r} must be 'float32' or 'input'"
             )
+        if self.plans_ahead < 0:
+            raise ValueError(f"FlashMask3Settings: plans_ahead={self.plans_ahead} must be >= 0")
+        parse_nodes(self.cp_nodes)
+
+    @property
+    def is_planned(self) -> bool:
+        return self.cp_strategy in PLANNED_STRATEGIES
+
+
+def parse_nodes(text: str) -> int | tuple[int, ...] | None:
+    """The flag --cp_nodes: "" -> None, "8" -> ranks a node, "0,0,1,1" -> node of each context-parallel rank.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if not text.strip():
+        return None
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+        if len(numbers) > 1:
+            return Topology(numbers).node_of_rank
+        if numbers[0] < 1:
+            raise ValueError(text)
+    except ValueError as error:
+        raise ValueError(
+            f"cp_nodes={text!r}: expected the number of ranks a node (8), or the node of each rank, every node from 0 "
+            "on (0,0,1,1)"
+        ) from error
+    return numbers[0]
+
+
+def topology_of(text: str, num_ranks: int, hosts: list[str] | None = None) -> Topology:
+    """The node map that --cp_nodes stands for.
+
+    Args:
+        text: the flag.
+        num_ranks: ranks of the context-parallel group.
+        hosts: host of each rank; used where the flag is empty: ranks of one host share a node. None: one node.
+
+    Raises:
+        ValueError: the flag is malformed, or names the nodes of another number of ranks.
+    """
+    nodes = parse_nodes(text)
+    if nodes is None:
+        order = {host: node for node, host in enumerate(dict.fromkeys(hosts or ()))}
+        return Topology(tuple(order[host] for host in hosts) if hosts else (0,) * num_ranks)
+    if isinstance(nodes, int):
+        return Topology.uniform(num_ranks, nodes)
+    if len(nodes) != num_ranks:
+        raise ValueError(
+            f"cp_nodes={text!r} names the nodes of {len(nodes)} ranks; the context-parallel group has {num_ranks}"
+        )
+    return Topology(nodes)
 
 
 @dataclass
@@ -50,8 +115,15 @@ class RunState:
 
     Attributes:
         s_global: length of the sequence that was split last; 0 before the first split.
-        plan: what it was split by, with a planned strategy.
+        batch_plan: what it was split by, with a planned strategy.
+        indices: the mask tensor of the batch that was split last, and its masks one by one.
+        layer_idx: layer whose attention runs; None outside of one.
+        metrics: figures since the last log.
     """
 
     s_global: int = 0
-    plan: CpPlan | None = None
+    batch_plan: BatchPlan | None = None
+    indices: Any = None
+    masks: list[Any] = field(default_factory=list)
+    layer_idx: int | None = None
+    metrics: StepMetrics | None = None
