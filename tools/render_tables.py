@@ -27,6 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
+import gpu_tables  # noqa: E402
 from reproduce_parts import render as paper_tables  # noqa: E402
 
 PAPER_PAGE = ROOT / "docs" / "tables.md"  # written as a whole
@@ -58,10 +59,6 @@ TABLES = {
         "Peak bytes above inputs and outputs",
         "tools/bench_attention.py --device cpu --bench memory --json results/memory_cpu.jsonl",
     ),
-    "attention_gpu": Table(
-        "attention_gpu.jsonl", "attention", ("case", "dtype"), ("impl", "phase"), "{tflops_exact:.0f}",
-        "TFLOP/s by visible pairs", "tools/bench_attention.py --device gpu --json results/attention_gpu.jsonl",
-    ),
     "balance": Table(
         "balance_cpu.jsonl", "balance", ("row",), ("algo",),
         "{subopt_vs_best_pct:.1f} % / {max_gap_vs_best_pct:.2f} %",
@@ -74,6 +71,14 @@ TABLES = {
         "Loss and speed by context-parallel ranks", "make demo DEMO_ARGS='--json results/training_cpu.jsonl'",
     ),
 }  # fmt: skip
+
+
+# Tables that put peers side by side: text from the records of results/attention_gpu.jsonl.
+GPU_TABLES = {
+    "attention_gpu": gpu_tables.anchor_cases,
+    "attention_gpu_masks": gpu_tables.other_cases,
+    "attention_gpu_heads": gpu_tables.head_dims,
+}
 
 
 def read_records(path: Path) -> list[Record]:
@@ -129,8 +134,10 @@ def render_document(text: str, results: Path) -> str:
 
     def replace(match: re.Match[str]) -> str:
         name = match["name"]
+        if name in GPU_TABLES:
+            return match[1] + GPU_TABLES[name](read_records(results / "attention_gpu.jsonl")) + match[4]
         if name not in TABLES:
-            raise KeyError(f"render_tables: no table {name!r}; known: {', '.join(TABLES)}")
+            raise KeyError(f"render_tables: no table {name!r}; known: {', '.join([*TABLES, *GPU_TABLES])}")
         table = TABLES[name]
         return match[1] + render(table, read_records(results / table.source)) + match[4]
 

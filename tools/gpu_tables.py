@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU tables of the README: this project's kernels beside every peer, from results/attention_gpu.jsonl.
+
+Peers that can be installed were timed in the same run. FlashAttention-3 and upstream FlashMask v3 cannot; theirs are
+the figures of gpu_anchors.json times (fa4 in this run / fa4 there), on the same case, or on the causal case of the
+same length where fa4 has no such mask.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+Triple = dict[str, float]  # phase -> TFLOP/s by visible pairs
+PHASES = ("fwd", "bwd", "total")
+ANCHORS: dict[str, dict[str, list[int]]] = json.loads(
+    (Path(__file__).parent / "gpu_anchors.json").read_text(encoding="utf-8")
+)["tflops"]
+MASKED = ("window", "causal_document", "document")
+COMMAND = "tools/bench_attention.py --device gpu --json results/attention_gpu.jsonl"
+LABELS = {
+    "fm3": "fm3",
+    "fm3_deterministic": "fm3 deterministic",
+    "fa4": "FA4",
+    "cudnn": "cuDNN",
+    "flex": "FlexAttention",
+}
+
+
+def collect(records: Iterable[Record]) -> dict[str, dict[str, Triple]]:
+    """case -> impl -> phase -> TFLOP/s, bf16, of the newest run that measured the case's fm3 and passed."""
+    good = [
+        one
+        for one in records
+        if one["bench"] == "attention" and one["refcheck"] == "pass" and one["dtype"] == "bfloat16"
+    ]
+    good.sort(key=lambda one: one["date"])
+    run = {one["case"]: one["run"] for one in good if one["impl"] == "fm3"}
+    figures: dict[str, dict[str, Triple]] = {}
+    for one in good:
+        if one["run"] != run.get(one["case"]):
+            continue
+        impl = one["impl"] + ("_deterministic" if one["deterministic"] and one["phase"] != "fwd" else "")
+        figures.setdefault(one["case"], {}).setdefault(impl, {})[one["phase"]] = one["tflops_exact"]
+    return figures
+
+
+def scaled(figures: dict[str, dict[str, Triple]], case: str, impl: str) -> Triple | None:
+    """An anchor's figures at the speed of this run's machine, or None without anchor or fa4."""
+    anchor = ANCHORS.get(case, {}).get(impl)
+    yardstick = case if "fa4" in ANCHORS.get(case, {}) else f"{case.partition('_')[0]}_causal"
+    here, there = figures.get(yardstick, {}).get("fa4"), ANCHORS.get(yardstick, {}).get("fa4")
+    if anchor is None or here is None or there is None:
+        return None
+    return {phase: anchor[idx] * here[phase] / there[idx] for idx, phase in enumerate(PHASES) if phase in here}
+
+
+def _cell(triple: Triple | None) -> str:
+    return "–" if triple is None else " / ".join(f"{triple[phase]:.0f}" if phase in triple else "–" for phase in PHASES)
+
+
+def _best(candidates: Iterable[Triple | None], phase: str) -> float | None:
+    values = [triple[phase] for triple in candidates if triple is not None and phase in triple]
+    return max(values, default=None)
+
+
+def _ratio(ours: Triple, theirs: float | None, phase: str) -> float | None:
+    return None if theirs is None or phase not in ours else ours[phase] / theirs
+
+
+def _show(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.2f}"
+
+
+def geometric_mean(ratios: Sequence[float | None]) -> str:
+    """Of those that are there, with their number if some are missing."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    if not known:
+        return "–"
+    mean = math.exp(sum(map(math.log, known)) / len(known))
+    return f"{mean:.3f}" + ("" if len(known) == len(ratios) else f" (of {len(known)})")
+
+
+def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows)]
+
+
+def _caption(records: Sequence[Record], text: str) -> str:
+    used = [one for one in records if one["bench"] == "attention" and one["impl"] == "fm3"]
+    devices, commits = (", ".join(sorted({one[key] for one in used})) for key in ("device", "commit"))
+    return f"{text} {devices}; commit {commits}; {max(one['date'] for one in used)[:10]}; `{COMMAND}`."
+
+
+def anchor_cases(records: Sequence[Record]) -> str:
+    """The fifteen cases of the paper's table: fm3, its peers, and the ratios to the best of them."""
+    figures = collect(records)
+    cases = [case for case in ANCHORS if case in figures and "fa3" in ANCHORS[case] and not case.endswith("_gqa4")]
+    if not cases:
+        return f"Not measured yet: `{COMMAND}`.\n"
+    rows, forward, total, masked, deterministic = [], [], [], [], []
+    for case in cases:
+        ours, fa3 = figures[case]["fm3"], scaled(figures, case, "fa3")
+        peers = {impl: figures[case].get(impl) for impl in ("fa4", "cudnn", "flex")}
+        ratios = [_ratio(ours, _best([fa3, *peers.values()], phase), phase) for phase in ("fwd", "total")]
+        free, repeatable = ours.get("bwd"), figures[case].get("fm3_deterministic", {}).get("bwd")
+        cost = repeatable / free if free and repeatable else None
+        forward.append(ratios[0]), total.append(ratios[1]), deterministic.append(cost)
+        if case.partition("_")[2] in MASKED:
+            masked.append(_ratio(ours, None if fa3 is None else fa3["fwd"], "fwd"))
+        rows.append(
+            [case, _cell(ours), *(_cell(peer) for peer in peers.values()), _cell(fa3), *map(_show, ratios), _show(cost)]
+        )
+    header = ["case", "fm3", "FA4", "cuDNN", "FlexAttention", "FA3, scaled", "forward ÷ best peer", "total ÷ best peer",
+              "deterministic ÷ free backward"]  # fmt: skip
+    means = (
+        f"Geometric means: forward {geometric_mean(forward)}, total {geometric_mean(total)} of the best peer's; "
+        f"forward of the masked cases {geometric_mean(masked)} of FA3's; deterministic backward "
+        f"{geometric_mean(deterministic)} of the free one."
+    )
+    text = "TFLOP/s by visible pairs, forward / backward / total; bf16, head_dim 128, 32 heads, 128K tokens a case."
+    return "\n".join([*_markdown(header, rows), "", means, "", _caption(records, text)]) + "\n"
+
+
+def other_cases(records: Sequence[Record]) -> str:
+    """The other masks and grouped heads beside upstream FlashMask v3 and FA3, both scaled."""
+    figures = collect(records)
+    cases = [case for case in ANCHORS if case in figures and ("fa3" not in ANCHORS[case] or case.endswith("_gqa4"))]
+    if not cases:
+        return f"Not measured yet: `{COMMAND}`.\n"
+    rows, forward, total = [], [], []
+    for case in cases:
+        ours = figures[case]["fm3"]
+        upstream, fa3 = scaled(figures, case, "flashmask_v3"), scaled(figures, case, "fa3")
+        ratios = [_ratio(ours, _best([upstream], phase), phase) for phase in ("fwd", "total")]
+        if not case.endswith("_gqa4"):
+            forward.append(ratios[0]), total.append(ratios[1])
+        fa3_total = _ratio(ours, _best([fa3], "total"), "total")
+        rows.append([case, _cell(ours), _cell(figures[case].get("fa4")), _cell(upstream), _cell(fa3),
+                     *map(_show, (*ratios, fa3_total))])  # fmt: skip
+    header = ["case", "fm3", "FA4", "FlashMask v3, scaled", "FA3, scaled", "forward ÷ FlashMask v3",
+              "total ÷ FlashMask v3", "total ÷ FA3"]  # fmt: skip
+    means = (
+        f"Geometric means over the masks with 32 key heads: forward {geometric_mean(forward)}, total "
+        f"{geometric_mean(total)} of FlashMask v3's."
+    )
+    text = "TFLOP/s by visible pairs, forward / backward / total; `_gqa4`: 32 query and 4 key/value heads."
+    return "\n".join([*_markdown(header, rows), "", means, "", _caption(records, text)]) + "\n"
+
+
+def head_dims(records: Sequence[Record]) -> str:
+    """Head dims and head counts without anchors, beside the peers of the same run."""
+    figures = collect(records)
+    cases = [case for case in figures if case not in ANCHORS]
+    if not cases:
+        return f"Not measured yet: `{COMMAND}`.\n"
+    impls = [impl for impl in LABELS if any(impl in figures[case] for case in cases)]
+    rows = [[case, *(_cell(figures[case].get(impl)) for impl in impls)] for case in cases]
+    text = (
+        "TFLOP/s by visible pairs, forward / backward / total; `_gqa8`: 64 query and 8 key/value heads; "
+        "`_d192v128`: d_qk 192, d_v 128."
+    )
+    return (
+        "\n".join([*_markdown(["case", *(LABELS[impl] for impl in impls)], rows), "", _caption(records, text)]) + "\n"
+    )
