@@ -6,13 +6,11 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+import numpy as np
 import paddle
-from paddle import _C_ops
 from paddle.autograd import PyLayer
-from paddle.jit.marker import force_dynamic, unified
-from paddle.jit.sot import psdb
 
-from paddle_fm3 import _arguments, _native
+from paddle_fm3 import _arguments, _native, _paddle
 from paddle_fm3.mask.column_mask import ColumnMask
 
 if TYPE_CHECKING:
@@ -116,9 +114,9 @@ def flashmask_attention(
     return [out, lse] if return_softmax_lse else out
 
 
-@unified  # one call for SOT, which otherwise breaks the graph at a function it does not know
+@_paddle.unified  # one call for SOT, which otherwise breaks the graph at a function it does not know
 def _run_op(*arguments):
-    return _C_ops._run_custom_op(_native.OP_NAME, *arguments)
+    return _paddle.run_custom_op(_native.OP_NAME, *arguments)
 
 
 class _BothGradients(PyLayer):
@@ -160,19 +158,12 @@ def _on_one_mesh(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Casts as Paddle does for its own attention op. NOTE: AMP never casts the inputs of a custom op."""
-    if not paddle.is_autocast_enabled():
+    dtype = _paddle.amp_dtype()
+    if dtype is None:
         return tensors
-    _, black_list = paddle.base.core._get_amp_op_list() if _in_pir() else _tracer()._get_amp_op_list()
-    dtype = "float32" if _AMP_NAMES & set(black_list) else paddle.get_autocast_dtype()
+    if _AMP_NAMES & _paddle.amp_black_list():
+        dtype = "float32"
     return tuple(tensor.astype(dtype) for tensor in tensors)
-
-
-def _in_pir() -> bool:
-    return paddle.framework.in_pir_mode()
-
-
-def _tracer():
-    return paddle.base.framework._dygraph_tracer()
 
 
 def _is_deterministic(deterministic: bool | None) -> bool:
@@ -190,25 +181,28 @@ def _size(tensor: Tensor, axis: int):
 
 def _window_indices(query: Tensor, key: Tensor, left: int, right: int, causal: bool, h_mask: int = 1) -> Tensor:
     """The window as [b, h_mask, s_k, n]: key k is seen by rows k - shift - right ... k - shift + left."""
+    # NOTE: Paddle 2.6 may be on a GPU that it has no kernels for, and then says nothing: computed on the host there.
+    xp = np if _paddle.IS_PADDLE_2 and paddle.in_dynamic_mode() else paddle
     b, s_q, s_k = _size(query, 0), _size(query, 1), _size(key, 1)  # int, or 0-D int32
-    diagonal = paddle.arange(s_k, dtype="int32") - (s_k - s_q)  # [s_k] row that key k is the last key of
-    zero, end = paddle.zeros_like(diagonal), paddle.zeros_like(diagonal) + s_q  # [s_k], [s_k]
-    begin = paddle.minimum(paddle.maximum(diagonal + (left + 1), zero), end)  # [s_k]
-    columns = [begin] if causal else [begin, paddle.minimum(paddle.maximum(diagonal - right, zero), end)]
-    indices = paddle.stack(columns, axis=-1).astype("int32")  # [s_k, n]
-    return paddle.tile(indices.unsqueeze([0, 1]), [b, h_mask, 1, 1])  # [b, h_mask, s_k, n]
+    diagonal = xp.arange(s_k, dtype="int32") - (s_k - s_q)  # [s_k] row that key k is the last key of
+    zero, end = xp.zeros_like(diagonal), xp.zeros_like(diagonal) + s_q  # [s_k], [s_k]
+    begin = xp.minimum(xp.maximum(diagonal + (left + 1), zero), end)  # [s_k]
+    columns = [begin] if causal else [begin, xp.minimum(xp.maximum(diagonal - right, zero), end)]
+    indices = xp.stack(columns, axis=-1).astype("int32").reshape([1, 1, s_k, len(columns)])
+    indices = xp.tile(indices, [b, h_mask, 1, 1])  # [b, h_mask, s_k, n]
+    return paddle.to_tensor(indices, place=query.place) if xp is np else indices
 
 
 # A mask is reused by every layer and step; its tensors are made once a place.
 _tensors_of_mask: weakref.WeakKeyDictionary[ColumnMask, dict] = weakref.WeakKeyDictionary()
 
 
-@force_dynamic
+@_paddle.force_dynamic
 def _mask_tensors(
     mask: ColumnMask, query: Tensor, key: Tensor, causal: bool, window_size, block_mask
 ) -> tuple[Tensor, bool, Tensor | None]:
     """(startend_row_indices, causal, block_mask) of a ColumnMask on query's device."""
-    psdb.fallback(recursive=True)  # NOTE: SOT cannot look into a frozen dataclass of arrays
+    _paddle.break_graph()  # NOTE: SOT cannot look into a frozen dataclass of arrays
     _arguments.check_column_mask(mask, query, key, causal, window_size, block_mask)
     in_graph = not paddle.in_dynamic_mode()
     place = None if in_graph else str(query.place)

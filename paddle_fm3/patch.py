@@ -29,6 +29,7 @@ def enable() -> None:
 
     Raises:
         NativeLibraryError: the compiled op is missing; nothing is replaced then.
+        RuntimeError: this Paddle (2.6, say) has no such function.
     """
     global _depth
     from paddle_fm3 import _native
@@ -92,8 +93,14 @@ def is_enabled() -> bool:
 
 
 def _paddle_function() -> Callable:
+    import paddle
     import paddle.nn.functional as functional
 
+    if not hasattr(functional, "flashmask_attention"):
+        raise RuntimeError(
+            f"paddle_fm3.enable(): Paddle {paddle.version.full_version} has no nn.functional.flashmask_attention to "
+            "route here (Paddle 3 has); call paddle_fm3.flashmask_attention"
+        )
     return functional.flashmask_attention
 
 

@@ -62,6 +62,27 @@ const Backend& backend_for(const paddle::Tensor& tensor) {
   fail(text.str());
 }
 
+#ifdef FM3_BINDING_SM90
+DeviceGuard::DeviceGuard(const paddle::Tensor& tensor) {
+  if (!tensor.is_gpu()) return;
+  const int wanted = tensor.place().GetDeviceId();
+  int current = wanted;
+  cudaError_t error = cudaGetDevice(&current);
+  if (error == cudaSuccess && current != wanted) {
+    error = cudaSetDevice(wanted);
+    restore_ = current;
+  }
+  if (error != cudaSuccess) fail("cannot use ", tensor.place(), ": ", cudaGetErrorString(error));
+}
+
+DeviceGuard::~DeviceGuard() {
+  if (restore_ >= 0) cudaSetDevice(restore_);
+}
+#else
+DeviceGuard::DeviceGuard(const paddle::Tensor&) {}
+DeviceGuard::~DeviceGuard() = default;
+#endif
+
 void* stream_of(const paddle::Tensor& tensor) {
 #ifdef FM3_BINDING_SM90
   if (tensor.is_gpu()) return reinterpret_cast<void*>(tensor.stream());

@@ -20,7 +20,21 @@ struct Backend {
 // Raises if no compiled backend serves the tensor's device; the message says how to build one.
 const Backend& backend_for(const paddle::Tensor& tensor);
 
-void* stream_of(const paddle::Tensor& tensor);  // cudaStream_t of a GPU tensor, else nullptr
+// Makes the tensor's GPU the current device for as long as it lives; nothing for other memory. Several
+// GPUs can be in use in one process, and launches, streams and fills go to the current one.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(const paddle::Tensor& tensor);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int restore_ = -1;  // the device to go back to, if any
+};
+
+// cudaStream_t that Paddle uses for the tensor's GPU now (a stream guard counts), else nullptr.
+void* stream_of(const paddle::Tensor& tensor);
 
 // Raises with the backend's message unless `status` is fm3::Status::kOk.
 void check_status(const Backend& backend, const char* what, int32_t status);

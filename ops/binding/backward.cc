@@ -30,6 +30,7 @@ std::vector<paddle::Tensor> attention_backward(
       {dense_q, dense_k, dense_v, dense_bounds, dense_block_mask, softmax_scale, is_causal});
   check_gradient_inputs(checked, out, lse, maybe_dout, maybe_dlse);
   const Backend& backend = backend_for(q);
+  const DeviceGuard on_device(q);
   const Shape& shape = checked.shape;
   const paddle::Tensor dense_out = contiguous(out), dense_lse = contiguous(lse);
   const paddle::Tensor dense_dout =  // [b, s_q, h_q, d_v]

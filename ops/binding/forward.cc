@@ -19,6 +19,7 @@ std::vector<paddle::Tensor> attention_forward(
   const CheckedInputs checked = check_inputs(
       {dense_q, dense_k, dense_v, dense_bounds, dense_block_mask, softmax_scale, is_causal});
   const Backend& backend = backend_for(q);
+  const DeviceGuard on_device(q);
   const Shape& shape = checked.shape;
   paddle::Tensor out = paddle::empty({shape.b, shape.s_q, shape.h_q, shape.d_v}, q.dtype(),
                                      q.place());  // [b, s_q, h_q, d_v]

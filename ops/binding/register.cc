@@ -16,7 +16,7 @@ PD_BUILD_OP(fm3_attention)
     .SetInferShapeFn(PD_INFER_SHAPE(fm3::binding::infer_forward_shape))
     .SetInferDtypeFn(PD_INFER_DTYPE(fm3::binding::infer_forward_dtype))
 #if FM3_PADDLE_MAJOR >= 3
-    .SetInferSpmdFn(PD_INFER_SPMD_RULE(fm3::binding::infer_forward_spmd))
+    .SetInferSpmdFn(fm3::binding::kForwardSpmd)
 #endif
     ;
 
@@ -29,6 +29,6 @@ PD_BUILD_GRAD_OP(fm3_attention)
     .SetInferShapeFn(PD_INFER_SHAPE(fm3::binding::infer_backward_shape))
     .SetInferDtypeFn(PD_INFER_DTYPE(fm3::binding::infer_backward_dtype))
 #if FM3_PADDLE_MAJOR >= 3
-    .SetInferSpmdFn(PD_INFER_SPMD_RULE(fm3::binding::infer_backward_spmd))
+    .SetInferSpmdFn(fm3::binding::kBackwardSpmd)
 #endif
     ;

@@ -1,12 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
+// NOTE: with PADDLE_WITH_CUDA the headers of dist tensors ask for those of cuBLAS, cuDNN, cuFFT,
+// cuRAND and cuSPARSE. Nothing here touches a device, and the macro adds no member to a class of the
+// headers below (conversions of complex numbers, names of backends), so this file does without.
+#undef PADDLE_WITH_CUDA
 #include "spmd.h"
 
 #include <algorithm>
 #include <vector>
 
+#include "paddle/phi/api/ext/spmd_infer.h"
+
 namespace fm3::binding {
 namespace {
 
+using DistInput = phi::distributed::DistMetaTensor;
 using phi::distributed::TensorDistAttr;
 
 using MeshDims = std::vector<int64_t>;     // mesh dimensions that split one axis; empty: none
@@ -104,8 +111,6 @@ TensorDistAttr key_gradient_attr(const DistInput& k, const Split& split) {
   return attr;
 }
 
-}  // namespace
-
 phi::distributed::SpmdInfo infer_forward_spmd(const DistInput& q, const DistInput& k,
                                               const DistInput& v, const DistInput& bounds,
                                               const DistInput& block_mask, float, bool, bool) {
@@ -126,5 +131,11 @@ phi::distributed::SpmdInfo infer_backward_spmd(const DistInput& q, const DistInp
            query_attr(dout, split), lse_attr(dlse, split)},
           {query_attr(q, split), key_gradient_attr(k, split), key_gradient_attr(v, split)}};
 }
+
+}  // namespace
+
+// Constant-initialised: register.cc reads them while the library is being loaded.
+const paddle::InferSpmdFunc kForwardSpmd = PD_INFER_SPMD_RULE(infer_forward_spmd);
+const paddle::InferSpmdFunc kBackwardSpmd = PD_INFER_SPMD_RULE(infer_backward_spmd);
 
 }  // namespace fm3::binding

@@ -11,19 +11,19 @@ from __future__ import annotations
 import ctypes
 from dataclasses import replace
 
-import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paddle_fm3 import _native
-from paddle_fm3.mask import builders
-from paddle_fm3.testing import reference
-from paddle_fm3.testing.cases import AttentionCase, AttentionInputs, RawMask, make_inputs
-from paddle_fm3.testing.compare import assert_close_to_oracle
-from paddle_fm3.testing.hostile_cases import HOSTILE_CASES, hostile_case
-
+ml_dtypes = pytest.importorskip("ml_dtypes")
 paddle = pytest.importorskip("paddle")
+
+from paddle_fm3 import _native, _paddle  # noqa: E402
+from paddle_fm3.mask import builders  # noqa: E402
+from paddle_fm3.testing import reference  # noqa: E402
+from paddle_fm3.testing.cases import AttentionCase, AttentionInputs, RawMask, make_inputs  # noqa: E402
+from paddle_fm3.testing.compare import assert_close_to_oracle  # noqa: E402
+from paddle_fm3.testing.hostile_cases import HOSTILE_CASES, hostile_case  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +37,7 @@ pytestmark = [
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 HEADS = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
-POISON_BYTES = 256 << 20
+POISON_BYTES = 64 << 20
 
 Arrays = dict[str, NDArray]
 
@@ -82,7 +82,9 @@ def run_op(
     return dict(zip(OUTPUTS, map(to_array, (out, lse, q.grad, k.grad, v.grad)), strict=True))
 
 
-def oracles(case: AttentionCase, inputs: AttentionInputs, dtype: str, outputs: tuple[str, ...] = ("out", "lse")) -> tuple[Arrays, Arrays]:
+def oracles(
+    case: AttentionCase, inputs: AttentionInputs, dtype: str, outputs: tuple[str, ...] = ("out", "lse")
+) -> tuple[Arrays, Arrays]:
     """Exact results and those of the naive low-precision formula."""
     arguments = case.call_arguments()
     arguments["dout"] = inputs.dout if "out" in outputs else np.zeros_like(inputs.dout)
@@ -104,7 +106,9 @@ def check_case(case: AttentionCase, dtype: str, **options: object) -> None:
 
 
 def is_served(case: AttentionCase) -> bool:
-    return case.d_qk % 8 == 0 and case.d_v % 8 == 0
+    """NOTE: Paddle 2.6 refuses a custom op one of whose outputs has no elements."""
+    is_empty = 0 in (case.b, case.s_q, case.s_k)
+    return case.d_qk % 8 == 0 and case.d_v % 8 == 0 and not (is_empty and _paddle.IS_PADDLE_2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -123,13 +127,13 @@ def test_every_head_dim(name: str, heads: tuple[int, int], dtype: str) -> None:
 
 def long_case() -> AttentionCase:
     """Several tiles in both directions, GQA, documents of odd length."""
-    mask = builders.causal_document([700, 1, 333, 1014])
+    mask = builders.causal_document([500, 1, 233, 366])
 
     def build() -> RawMask:
         bounds, causal = mask.to_bounds()
         return RawMask(np.ascontiguousarray(np.broadcast_to(bounds, (2, *bounds.shape[1:]))), causal)
 
-    return AttentionCase("paddle_gpu_long", 2, 2048, 2048, 4, 2, 128, 128, build_mask=build)
+    return AttentionCase("paddle_gpu_long", 2, 1100, 1100, 4, 2, 128, 128, build_mask=build)
 
 
 @pytest.mark.parametrize("outputs", [("out",), ("lse",)], ids=lambda outputs: f"only_{outputs[0]}")
@@ -157,10 +161,12 @@ def test_column_mask_and_window() -> None:
     from paddle_fm3 import flashmask_attention
 
     s = 300
-    case = AttentionCase("window", 1, s, s, 2, 1, 64, 64, build_mask=lambda: RawMask(*builders.sliding_window(s, 40).to_bounds()))
+    case = AttentionCase(
+        "window", 1, s, s, 2, 1, 64, 64, build_mask=lambda: RawMask(*builders.sliding_window(s, 40).to_bounds())
+    )
     inputs = make_inputs(case, DTYPES["bfloat16"])
     exact, naive = oracles(case, inputs, "bfloat16")
-    for arguments in ({"startend_row_indices": builders.sliding_window(s, 40)}, {"window_size": 40, "causal": True}):
+    for arguments in ({"startend_row_indices": builders.sliding_window(s, 40)}, {"window_size": 39, "causal": True}):
         q, k, v = (to_tensor(x) for x in (inputs.q, inputs.k, inputs.v))
         poison()
         out = flashmask_attention(q, k, v, **arguments)
@@ -264,7 +270,9 @@ def test_graph_capture_and_replay() -> None:
     contents = [other_inputs.q, other_inputs.k, other_inputs.v, other_inputs.dout, other_inputs.dlse, bounds]
     for tensor, array in zip(refilled, contents, strict=True):
         address = tensor.data_ptr()
-        tensor.get_tensor().set(array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array, paddle.CUDAPlace(0))
+        tensor.get_tensor().set(
+            array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array, paddle.CUDAPlace(0)
+        )
         assert tensor.data_ptr() == address
     graph.replay()
     paddle.device.cuda.synchronize()
