@@ -80,11 +80,7 @@ def run_case(
 ) -> Iterator[Record]:
     """Checks and times every implementation that serves the case. `library`: default `sm90_library()`."""
     problem = Problem.of(benchmark_case(name), dtype)
-    attentions: dict[str, Attention] = {}
-    for impl in impls:
-        attention = gpu_peers.make(impl, problem, library or sm90_library())
-        if attention is not None:
-            attentions[impl] = attention
+    attentions = make_all(problem, impls, library or sm90_library())
     errors = check(problem, attentions)
     heat(lambda: _both(next(iter(attentions.values()))), HEATING_S)
     times = time_rounds(attentions, repeats)
@@ -103,6 +99,23 @@ def run_case(
                 refcheck=all(error <= MAX_RELATIVE_ERROR for error in measured.values()),
                 deterministic=is_deterministic or phase == "fwd", matmul_tflops=matmul_tflops, **extra,
             )  # fmt: skip
+
+
+def make_all(problem: Problem, impls: tuple[str, ...], library: Any) -> dict[str, Attention]:
+    """The implementations that serve the case, each having run once; a peer that fails is named and left out."""
+    attentions: dict[str, Attention] = {}
+    for impl in impls:
+        try:
+            attention = gpu_peers.make(impl, problem, library)
+            if attention is not None:
+                _both(attention)
+                torch.cuda.synchronize()
+                attentions[impl] = attention
+        except Exception as error:  # peers raise what they like
+            if impl.startswith("fm3"):
+                raise
+            print(f"{problem.case.name}: {impl} does not run: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    return attentions
 
 
 _PHASE = {"out": "fwd", "dq": "bwd", "dk": "bwd", "dv": "bwd"}

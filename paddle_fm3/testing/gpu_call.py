@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from paddle_fm3._c_api import BoundForm, DType, FwdParams, MaskView, Shape, Strides
+from paddle_fm3._c_api import DType, FwdParams, MaskView, Shape, Strides
 from paddle_fm3.testing.cases import AttentionCase
+from paddle_fm3.testing.native_call import mask_view
 
 DTYPES = {torch.float32: DType.FLOAT32, torch.bfloat16: DType.BFLOAT16, torch.float16: DType.FLOAT16}
-_FORMS = {(True, 1): BoundForm.LOWER1, (True, 2): BoundForm.LOWER2, (False, 2): BoundForm.OUTER2}
 
 
 class Sm90Error(RuntimeError):
@@ -49,19 +49,7 @@ class GpuMask:
 
     @property
     def view(self) -> MaskView:
-        form = BoundForm.NONE
-        if self.bounds is not None:
-            form = _FORMS.get((self.is_causal, self.bounds.shape[3]), BoundForm.BOTH4)
-        return MaskView(
-            bounds=address(self.bounds),
-            block_mask=address(self.block_mask),
-            form=form,
-            is_causal=int(self.is_causal),
-            b=self.b,
-            h_mask=self.h_mask,
-            s_q=self.s_q,
-            s_k=self.s_k,
-        )
+        return mask_view(self, address(self.bounds), address(self.block_mask))
 
 
 def address(tensor: torch.Tensor | None) -> int | None:

@@ -50,11 +50,11 @@ def reference_head(
             h_mask_idx = h_idx // (q.shape[2] // mask.h_mask)
             if h_mask_idx != last_mask_head:
                 hidden = ~visible_rows(mask, b_idx, h_mask_idx, chunk.start, chunk.stop)
-                seen = torch.nonzero(~hidden.all(0))[:, 0].tolist()
+                seen = torch.nonzero(~hidden.all(0))[:, 0]
                 last_mask_head = h_mask_idx
-            if not seen:
+                keys = slice(int(seen[0]), int(seen[-1]) + 1) if len(seen) else slice(0, 0)
+            if keys.start == keys.stop:
                 continue
-            keys = slice(seen[0], seen[-1] + 1)
             score = (q32[chunk, g_idx] @ k32[keys].T).mul_(scale).masked_fill_(hidden[:, keys], float("-inf"))
             row_lse = torch.logsumexp(score, dim=1)
             p = score.sub_(row_lse.masked_fill(row_lse.isinf(), 0)[:, None]).exp_()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,20 +66,24 @@ class NativeMask:
 
     @property
     def view(self) -> MaskView:
-        if self.bounds is None:
-            form = BoundForm.NONE
-        else:
-            form = _FORMS.get((self.is_causal, self.bounds.shape[3]), BoundForm.BOTH4)
-        return MaskView(
-            bounds=_address(self.bounds),
-            block_mask=_address(self.block_mask),
-            form=form,
-            is_causal=int(self.is_causal),
-            b=self.b,
-            h_mask=self.h_mask,
-            s_q=self.s_q,
-            s_k=self.s_k,
-        )
+        return mask_view(self, _address(self.bounds), _address(self.block_mask))
+
+
+def mask_view(mask: Any, bounds: int | None, block_mask: int | None) -> MaskView:
+    """A NativeMask's or GpuMask's fields with the addresses of its two arrays."""
+    form = BoundForm.NONE
+    if mask.bounds is not None:
+        form = _FORMS.get((mask.is_causal, mask.bounds.shape[3]), BoundForm.BOTH4)
+    return MaskView(
+        bounds=bounds,
+        block_mask=block_mask,
+        form=form,
+        is_causal=int(mask.is_causal),
+        b=mask.b,
+        h_mask=mask.h_mask,
+        s_q=mask.s_q,
+        s_k=mask.s_k,
+    )
 
 
 def _address(array: NDArray | None) -> int | None:
