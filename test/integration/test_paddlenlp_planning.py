@@ -116,7 +116,7 @@ def test_never_more_than_depth_ahead(depth: int) -> None:
         assert len(taken) == depth
         for expected in range(20):
             assert next(ahead) == expected * expected
-            wait_for(lambda: len(taken) == min(20, expected + 1 + depth))
+            wait_for(lambda expected=expected: len(taken) == min(20, expected + 1 + depth))
         with pytest.raises(StopIteration):
             next(ahead)
         with pytest.raises(StopIteration):

@@ -130,11 +130,9 @@ def _mask_of_layer(
             )
         mask_idx = settings.masks.mask_idx(state.layer_idx)
     bounds = masks[mask_idx]
-    return (
-        bounds if bounds.dtype == paddle.int32 else bounds.astype("int32"),
-        causal,
-        mask_idx if is_split_one else None,
-    )
+    if bounds.dtype != paddle.int32:
+        bounds = bounds.astype("int32")
+    return bounds, causal, mask_idx if is_split_one else None
 
 
 def _is_same(indices: paddle.Tensor, of_split: paddle.Tensor) -> bool:

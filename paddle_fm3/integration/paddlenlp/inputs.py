@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replacements in the Trainer: plans made ahead, the split of a batch over context-parallel ranks, figures in the log."""
+"""Replacements in the Trainer: plans made ahead, a batch split over context-parallel ranks, figures in the log."""
 
 from __future__ import annotations
 

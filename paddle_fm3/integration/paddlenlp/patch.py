@@ -27,9 +27,10 @@ def enable(settings: FlashMask3Settings | None = None) -> None:
     """Routes PaddleNLP's attention here and corrects what context parallelism gets wrong in it.
 
     Replaced, for llama, qwen2 and qwen2_moe: the attention funnel, the Trainer's split of a batch over ranks, its
-    training loop's loader (plans ahead) and log, the rope tables' length, the losses' mean over ranks, and the gate's position count (an int32 cumsum that Paddle
-    3.3 widens). See `attention.py`, `inputs.py` and `corrections.py`. Also gives gloo groups made from now on
-    their own store. Call it before `TrainingArguments` is made. Enabling again replaces the settings.
+    training loop's loader (plans ahead) and its log, the rope tables' length, the losses' mean over ranks, and the
+    gate's position count (an int32 cumsum that Paddle 3.3 widens). See `attention.py`, `inputs.py` and
+    `corrections.py`. Also gives gloo groups made from now on their own store. Call it before `TrainingArguments` is
+    made. Enabling again replaces the settings.
 
     Raises:
         RuntimeError: another PaddleNLP version than 3.0.0b4, or one whose attention funnel was changed.

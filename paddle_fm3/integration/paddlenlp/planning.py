@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,5 +81,5 @@ def _stacked(masks: Sequence[ColumnMask], shares: Sequence[int]) -> ColumnMask:
     if len(repeated) == 1:
         return repeated[0]
     names = ("lt_begin", "lt_end", "ut_begin", "ut_end")
-    bounds = [np.concatenate([getattr(mask, name) for mask in repeated]) for name in names]
-    return ColumnMask(*bounds, masks[0].s_q, masks[0].is_causal)
+    bounds = {name: np.concatenate([getattr(mask, name) for mask in repeated]) for name in names}
+    return replace(masks[0], **bounds)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of several steps on 2 ranks: what is logged, and that a resumed run goes on where the first one went."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launch import launch
+
+pytestmark = pytest.mark.dist
+WORKER = Path(__file__).with_name("paddlenlp_run_worker.py")
+MODELS = ("qwen2_moe", "llama")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output_dir = tmp_path_factory.mktemp("run")
+    for mode in ("first", "resumed"):
+        result = launch(WORKER, [str(output_dir), mode], 2, output_dir, timeout_s=150)
+        assert result.exit_code == 0, f"{mode} ended with {result.exit_code}\n{result.tail()}"
+    return output_dir
+
+
+def steps(saved: Path, mode: str, model: str, rank: int = 0) -> dict[int, dict[str, Any]]:
+    lines = json.loads((saved / f"{mode}-{model}_rank{rank}.json").read_text())
+    return {line["global_step"]: line for line in lines if "loss" in line}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_resumed_run_goes_on_with_the_same_losses(saved: Path, model: str) -> None:
+    first, resumed = steps(saved, "first", model), steps(saved, "resumed", model)
+    assert sorted(first) == [1, 2, 3, 4] and sorted(resumed) == [3, 4]
+    for step in (3, 4):
+        np.testing.assert_allclose(resumed[step]["loss"], first[step]["loss"], rtol=1e-6)
+    losses = [first[step]["loss"] for step in sorted(first)]
+    assert len(set(losses)) == 4, f"steps of different data and weights: {losses}"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("model", MODELS)
+def test_what_context_parallelism_cost_is_logged_with_the_loss(saved: Path, model: str, rank: int) -> None:
+    for line in steps(saved, "first", model, rank).values():
+        assert line["cp_plan_ms"] > 0 and line["cp_plan_wait_ms"] >= 0 and line["cp_wait_ms"] >= 0
+        assert 0 <= line["cp_imbalance"] < 1
+        assert line["cp_sent_mb"] > 0 and line["cp_received_mb"] > 0
+        assert 0 <= line["cp_hidden_share"] <= 1
+    # Both ranks plan alike; what one sends the other receives, once all of a step has moved.
+    one, other = (list(steps(saved, "first", model, r).values()) for r in (rank, 1 - rank))
+    assert [line["cp_imbalance"] for line in one] == [line["cp_imbalance"] for line in other]
+    sent, received = sum(line["cp_sent_mb"] for line in one), sum(line["cp_received_mb"] for line in other)
+    assert sent == pytest.approx(received, rel=1e-3)
