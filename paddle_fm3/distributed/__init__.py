@@ -11,6 +11,7 @@ import importlib
 # public name -> module
 _EXPORTS = {
     "flashmask_cp_attention": "attention",
+    "make_partition": "attention",
     "plan_attention": "planned",
     "Trace": "trace",
     "CpPlan": "plan",

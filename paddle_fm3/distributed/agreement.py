@@ -27,8 +27,10 @@ SHARED_FIELDS = {
     "softmax_scale": "softmax_scale",
     "deterministic": "deterministic",
     "reduce_dtype": "reduce_dtype",
+    "keep_gathered": "keep_gathered",
     "partition": "partition (digest)",
     "strategy": "strategy",
+    "topology": "topology",
 }
 
 
@@ -46,7 +48,7 @@ def check_agreement(records: list[Record]) -> None:
         raise ValueError("flashmask_cp_attention: " + "; ".join(failed))
     differing = []
     for field, name in SHARED_FIELDS.items():
-        values = [record[field] for record in records]
+        values = [record.get(field) for record in records]
         if any(value != values[0] for value in values):
             differing.append(f"{name} is " + ", ".join(f"{value} on rank {r}" for r, value in enumerate(values)))
     if differing:
@@ -81,6 +83,17 @@ def check_lengths(records: list[Record], partition: Partition) -> bool:
         f"flashmask_cp_attention: startend_row_indices has {columns} key columns by rank; wanted all s={partition.s} "
         f"on every rank, or each rank's own: {wanted}"
     )
+
+
+def check_whole_masks(records: list[Record], strategy: str) -> None:
+    """Raises the same ValueError on every rank unless each brought all key columns: the mask decides the cut."""
+    s = sum(record["s_local"] for record in records)
+    columns = [record["s_bounds"] for record in records]
+    if any(count not in (None, s) for count in columns):
+        raise ValueError(
+            f"flashmask_cp_attention: startend_row_indices has {columns} key columns by rank; strategy={strategy!r} "
+            f"plans from the whole mask: pass all s={s} on every rank, or plan=plan_attention(...)"
+        )
 
 
 def check_same_mask(records: list[Record]) -> None:

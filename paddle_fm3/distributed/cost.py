@@ -110,3 +110,9 @@ class CostModel:
 
 
 DEFAULT_COST = CostModel()
+# A rank that computes on one CPU core and sends over loopback, at the shapes of tools/bench_cp.py (AMD EPYC,
+# 2026-11-29): transfers are short beside compute, and a step costs a pass over its queries and their output.
+CPU_COST = CostModel(
+    h_q=4, h_kv=2, d=64, bytes_per_element=4, fwd_tflops=0.09, bwd_tflops=0.095, step_overhead_us=2000.0,
+    fast=Link(gb_per_s=1.0, latency_us=300.0), slow=Link(gb_per_s=1.0, latency_us=300.0),
+)  # fmt: skip

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,72 +24,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paddle_fm3.distributed import cpu_rows
+from paddle_fm3.distributed.exchange import Exchange, Message
 from paddle_fm3.distributed.plan import CpPlan, RankPlan, Step
+from paddle_fm3.distributed.query_range import seen_query_rows, select_query_rows
 from paddle_fm3.distributed.trace import Trace
 from paddle_fm3.distributed.transport import Parts, TcpTransport, TransportError
 from paddle_fm3.mask.column_mask import ColumnMask
 
 Array = NDArray[Any]
-_STAGE, _HOP, _SRC, _DST, _BEGIN, _ROWS, _SRC_ROW, _DST_ROW = range(8)  # columns of a plan's tables
-
-
-@dataclass(frozen=True)
-class Message:
-    """One row of a plan's table as this rank sees it: rows [row, row + num_rows) of its buffer, to or from a peer.
-
-    Attributes:
-        tag: row of the table, the same on both ends.
-        after: sends: positions in the list of receives that must be in first; receives: of earlier receives for
-            the same rows.
-    """
-
-    tag: int
-    stage: int
-    hop: int
-    peer: int
-    row: int
-    num_rows: int
-    after: tuple[int, ...]
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.row, self.row + self.num_rows)
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
-    """All messages of one phase, in table order."""
+class StepWork:
+    """One attention call: own query rows [q_begin, q_end) over buffer rows [k_begin, k_end)."""
 
-    sends: tuple[Message, ...]
-    recvs: tuple[Message, ...]
+    step_idx: int
+    stage: int
+    queries: slice
+    keys: slice
+    mask: cpu_rows.StepMask
 
     @classmethod
-    def of(cls, table: NDArray[np.int32], rank: int) -> Exchange:
-        sends = _messages(table, rank, _SRC, _DST, _SRC_ROW)
-        recvs = _messages(table, rank, _DST, _SRC, _DST_ROW)
-        return cls(
-            tuple(_with_after(message, recvs, before=(message.stage, message.hop)) for message in sends),
-            tuple(_with_after(message, recvs[:at]) for at, message in enumerate(recvs)),
-        )
-
-
-def _messages(table: NDArray[np.int32], rank: int, own: int, other: int, row: int) -> list[Message]:
-    tags = np.flatnonzero(table[:, own] == rank).tolist()
-    return [
-        Message(tag, t[_STAGE], t[_HOP], t[other], t[row], t[_ROWS], ())
-        for tag, t in zip(tags, table[tags].tolist(), strict=True)
-    ]
-
-
-def _with_after(message: Message, recvs: list[Message], before: tuple[int, int] | None = None) -> Message:
-    end = message.row + message.num_rows
-    after = tuple(
-        at
-        for at, recv in enumerate(recvs)
-        if recv.row < end and message.row < recv.row + recv.num_rows
-        and (before is None or (recv.stage, recv.hop) < before)
-    )  # fmt: skip
-    return Message(message.tag, message.stage, message.hop, message.peer, message.row, message.num_rows, after)
+    def of(cls, rank_plan: RankPlan, steps: tuple[Step, ...]) -> tuple[StepWork | None, ...]:
+        """None for a step in which nobody sees anything. Rows that see no key of a step are left out of it."""
+        found: list[StepWork | None] = []
+        for step_idx, step in enumerate(steps):
+            mask = rank_plan.step_mask(step)
+            q_begin, q_end = seen_query_rows(mask)
+            work = None
+            if q_begin < q_end:
+                view = cpu_rows.StepMask(select_query_rows(mask, q_begin, q_end))
+                work = cls(step_idx, step.stage, slice(q_begin, q_end), slice(step.k_begin, step.k_end), view)
+            found.append(work)
+        return tuple(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,24 +67,19 @@ class RankWork:
     rank_plan: RankPlan
     gather: Exchange
     reduce: Exchange
-    fwd_masks: tuple[cpu_rows.StepMask | None, ...]  # None: nothing to compute
-    bwd_masks: tuple[cpu_rows.StepMask | None, ...]
+    fwd_steps: tuple[StepWork | None, ...]  # None: nothing to compute
+    bwd_steps: tuple[StepWork | None, ...]
 
     @classmethod
     def of(cls, plan: CpPlan, rank: int, mask_global: ColumnMask) -> RankWork:
         rank_plan = plan.rank_plan(rank, mask_global)
-
-        def step_mask(step: Step) -> cpu_rows.StepMask | None:
-            is_empty = step.k_begin == step.k_end or rank_plan.num_q_rows == 0
-            return None if is_empty else cpu_rows.StepMask(rank_plan.step_mask(step))
-
         return cls(
             plan,
             rank_plan,
             Exchange.of(plan.gather, rank),
             Exchange.of(plan.reduce, rank),
-            tuple(map(step_mask, rank_plan.fwd_steps)),
-            tuple(map(step_mask, rank_plan.bwd_steps)),
+            StepWork.of(rank_plan, rank_plan.fwd_steps),
+            StepWork.of(rank_plan, rank_plan.bwd_steps),
         )
 
 
@@ -306,10 +268,15 @@ class Forwarded:
     """What forward leaves for backward; arrays in the frame of one rank."""
 
     q: Array  # [b, s_local, h_q, d_qk]
-    k: Array  # [b, num_k_rows, h_kv, d_qk]
-    v: Array  # [b, num_k_rows, h_kv, d_v]
+    k: Array  # [b, num_k_rows, h_kv, d_qk], or [b, s_local, ...] if the gathered rows are not kept
+    v: Array  # [b, num_k_rows, h_kv, d_v], likewise
     out: Array  # [b, s_local, h_q, d_v], in q's dtype
     lse: cpu_rows.Float32Array  # [b, h_q, s_local]
+    has_gathered: bool = True
+
+    def without_gathered(self) -> Forwarded:
+        num_own = self.q.shape[1]
+        return replace(self, k=self.k[:, :num_own].copy(), v=self.v[:, :num_own].copy(), has_gathered=False)
 
 
 class RankRun:
@@ -334,28 +301,23 @@ class RankRun:
         Raises:
             TransportError: a rank was lost or stalled.
         """
-        plan = self._work.rank_plan
-        num_own = plan.num_q_rows
-        buffers = [np.empty((x.shape[0], plan.num_k_rows, *x.shape[2:]), x.dtype) for x in (k, v)]
-        for buffer, own in zip(buffers, (k, v), strict=True):
-            buffer[:, :num_own] = own
-        gather = GatherPhase(self._work.gather, self._transport, self._timeout_s, self._trace, *buffers)
+        gather = self._gather(k, v)
         out = np.zeros((*q.shape[:3], v.shape[3]), np.float32)  # [b, s_local, h_q, d_v]
-        lse = np.full((q.shape[0], q.shape[2], num_own), -np.inf, np.float32)  # [b, h_q, s_local]
+        lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf, np.float32)  # [b, h_q, s_local]
         is_first = True
-        for step_idx, (step, mask) in enumerate(zip(plan.fwd_steps, self._work.fwd_masks, strict=True)):
-            gather.wait_stage(step.stage, is_all=step.k_begin == 0 and step.k_end == plan.num_k_rows)
-            if mask is None:
-                continue
-            keys = slice(step.k_begin, step.k_end)
-            with _span(self._trace, "compute", f"forward step {step_idx}"):
-                part, part_lse = cpu_rows.forward(q, gather.k[:, keys], gather.v[:, keys], mask, self._scale)
+        for step in filter(None, self._work.fwd_steps):
+            self._wait_for(gather, step)
+            with _span(self._trace, "compute", f"forward step {step.step_idx}"):
+                rows = step.queries
+                part, part_lse = cpu_rows.forward(
+                    q[:, rows], gather.k[:, step.keys], gather.v[:, step.keys], step.mask, self._scale
+                )
                 if is_first:
-                    out, lse, is_first = cpu_rows.to_float32(part), part_lse, False
+                    out[:, rows], lse[:, :, rows], is_first = cpu_rows.to_float32(part), part_lse, False
                 else:
-                    cpu_rows.merge(out, lse, cpu_rows.to_float32(part), part_lse)
+                    cpu_rows.merge(out[:, rows], lse[:, :, rows], cpu_rows.to_float32(part), part_lse)
         gather.wait_sent()
-        return Forwarded(q, *buffers, cpu_rows.from_float32(out, q.dtype), lse)
+        return Forwarded(q, gather.k, gather.v, cpu_rows.from_float32(out, q.dtype), lse)
 
     def backward(
         self, saved: Forwarded, dout: Array, dlse: cpu_rows.Float32Array, reduce_dtype: np.dtype
@@ -369,18 +331,26 @@ class RankRun:
             TransportError: a rank was lost or stalled.
         """
         plan = self._work.rank_plan
+        num_own = plan.num_q_rows
+        gather = None
+        if not saved.has_gathered:
+            gather = self._gather(saved.k, saved.v)
+            saved = replace(saved, k=gather.k, v=gather.v)
         dq = np.zeros(saved.q.shape, np.float32)
         dk, dv = np.zeros(saved.k.shape, np.float32), np.zeros(saved.v.shape, np.float32)
         reduce = ReducePhase(
             self._work.reduce, self._transport, self._timeout_s, self._trace, plan.bwd_steps, dk, dv, reduce_dtype
         )
-        for step_idx, (step, mask) in enumerate(zip(plan.bwd_steps, self._work.bwd_masks, strict=True)):
-            if mask is not None:
+        for step_idx, step in enumerate(self._work.bwd_steps):
+            if step is not None:
+                if gather is not None:
+                    self._wait_for(gather, step)
                 with _span(self._trace, "compute", f"backward step {step_idx}"):
-                    self._backward_step(saved, slice(step.k_begin, step.k_end), mask, dout, dlse, dq, dk, dv)
+                    self._backward_step(saved, step, dout, dlse, dq, dk, dv)
             reduce.step_done(step_idx)
+        if gather is not None:
+            gather.wait_sent()
         reduce.wait_sent()
-        num_own = plan.num_q_rows
         return dq, dk[:, :num_own], dv[:, :num_own]
 
     def abandon(self, reason: str) -> None:
@@ -388,18 +358,31 @@ class RankRun:
         if self._transport is not None:
             self._transport.fail(f"rank {self._transport.rank} stopped: {reason}")
 
+    def _gather(self, k: Array, v: Array) -> GatherPhase:
+        """Key buffers with the own rows in, the others on their way."""
+        plan = self._work.rank_plan
+        buffers = [np.empty((x.shape[0], plan.num_k_rows, *x.shape[2:]), x.dtype) for x in (k, v)]
+        for buffer, own in zip(buffers, (k, v), strict=True):
+            buffer[:, : plan.num_q_rows] = own
+        return GatherPhase(self._work.gather, self._transport, self._timeout_s, self._trace, *buffers)
+
+    def _wait_for(self, gather: GatherPhase, step: StepWork) -> None:
+        gather.wait_stage(step.stage, is_all=step.keys == slice(0, self._work.rank_plan.num_k_rows))
+
     def _backward_step(
-        self, saved: Forwarded, keys: slice, mask: cpu_rows.StepMask, dout: Array, dlse: Array,
-        dq: Array, dk: Array, dv: Array,
-    ) -> None:  # fmt: skip
+        self, saved: Forwarded, step: StepWork, dout: Array, dlse: Array, dq: Array, dk: Array, dv: Array
+    ) -> None:
+        rows, keys = step.queries, step.keys
         k, v = saved.k[:, keys], saved.v[:, keys]
         # float32 sums are written in place; narrower ones are widened first.
         is_wide = k.dtype == np.float32
         step_dk = dk[:, keys] if is_wide else np.empty(k.shape, k.dtype)
         step_dv = dv[:, keys] if is_wide else np.empty(v.shape, v.dtype)
         step_dq = cpu_rows.backward(
-            saved.q, k, v, mask, self._scale, saved.out, saved.lse, dout, dlse, step_dk, step_dv
-        )
-        dq += cpu_rows.to_float32(step_dq)
+            saved.q[:, rows], k, v, step.mask, self._scale, saved.out[:, rows],
+            np.ascontiguousarray(saved.lse[:, :, rows]), dout[:, rows], np.ascontiguousarray(dlse[:, :, rows]),
+            step_dk, step_dv,
+        )  # fmt: skip
+        dq[:, rows] += cpu_rows.to_float32(step_dq)
         if not is_wide:
             dk[:, keys], dv[:, keys] = cpu_rows.to_float32(step_dk), cpu_rows.to_float32(step_dv)

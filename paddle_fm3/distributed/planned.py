@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from paddle.autograd import PyLayer
 
 from paddle_fm3.distributed import agreement, cpu_rows
 from paddle_fm3.distributed.cache import PlanCache
+from paddle_fm3.distributed.collective import gather_bounds
 from paddle_fm3.distributed.comm import CommError, Communicator, communicator_for
+from paddle_fm3.distributed.cost import CPU_COST, DEFAULT_COST, CostModel
 from paddle_fm3.distributed.execute import Forwarded, RankRun, RankWork
 from paddle_fm3.distributed.partition import Partition
 from paddle_fm3.distributed.plan import CpPlan, mask_digest
@@ -29,6 +32,24 @@ _work: OrderedDict[tuple[Any, ...], RankWork] = OrderedDict()
 _transports: dict[int, TcpTransport] = {}  # group id -> its connections, made at the first planned call
 
 
+@dataclass(frozen=True)
+class PlanChoice:
+    """The plan that a call runs: `plan`, or else that of `strategy` for the call's mask."""
+
+    plan: CpPlan | None
+    strategy: Strategy
+    topology: Topology | None = None
+    partition: Partition | None = None
+
+    def plan_of(self, mask: ColumnMask, num_ranks: int) -> CpPlan:
+        if self.plan is not None:
+            self.plan.check_mask(mask_digest(mask), "flashmask_cp_attention")
+            return self.plan
+        return _plans.get(
+            mask, num_ranks, topology=self.topology, strategy=self.strategy, partition=self.partition, cost=_cost()
+        )
+
+
 def plan_attention(
     startend_row_indices: paddle.Tensor | np.ndarray | None,
     *,
@@ -39,11 +60,14 @@ def plan_attention(
     block_mask: paddle.Tensor | np.ndarray | None = None,
     strategy: Strategy | str = FM3,
     topology: Topology | None = None,
+    partition: Partition | None = None,
+    cost: CostModel | None = None,
     options: PlanOptions = DEFAULT_OPTIONS,
 ) -> CpPlan:
     """The plan for `flashmask_cp_attention(plan=...)`; its `partition` says how to cut the sequence.
 
     Pure: every rank that calls it with the same mask gets the same plan. The last 16 plans are kept by mask content.
+    With the defaults it is the plan that `flashmask_cp_attention(strategy=...)` makes for itself.
 
     Args:
         startend_row_indices: int32 [b, h_mask, s, n] for all key columns, or None; then s must be given.
@@ -52,6 +76,9 @@ def plan_attention(
         b: batch size, where startend_row_indices is None.
         strategy: a planner strategy or its name (`paddle_fm3.distributed.strategy.STRATEGIES`).
         topology: which ranks share a node; default nodes of 8.
+        partition: who owns which rows, if that is settled: several masks of one batch are planned for one cut.
+        cost: rates that the plan is made for; default `CPU_COST` where Paddle's device is the CPU, else that of
+            `build_plan`.
 
     Raises:
         ValueError: as `build_plan`; or neither startend_row_indices nor s.
@@ -63,7 +90,14 @@ def plan_attention(
         raise ValueError("plan_attention: without startend_row_indices the length s must be given")
     length = s if bounds is None else bounds.shape[2]
     mask = global_mask(bounds, causal, Partition((0, length), (0,), 1), b, tiles)
-    return _plans.get(mask, num_ranks, topology=topology, strategy=strategy, options=options)
+    return _plans.get(
+        mask, num_ranks, topology=topology, strategy=strategy, options=options, partition=partition,
+        cost=cost or _cost(),
+    )  # fmt: skip
+
+
+def _cost() -> CostModel:
+    return CPU_COST if paddle.get_device().startswith("cpu") else DEFAULT_COST
 
 
 def planned_attention(
@@ -72,12 +106,13 @@ def planned_attention(
     v: paddle.Tensor,
     bounds: paddle.Tensor | None,
     block_mask: paddle.Tensor | None,
-    plan: CpPlan,
+    choice: PlanChoice,
     record: agreement.Record,
     group: Any | None,
     *,
     softmax_scale: float | None,
     reduce_dtype: str,
+    keep_gathered: bool,
     timeout_s: float,
     trace: Trace | None,
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
@@ -87,7 +122,7 @@ def planned_attention(
         record: this rank's side of the comparison, which happens here.
     """
     communicator = None if group is None else communicator_for(group, timeout_s)
-    mask = _agree(record, communicator, bounds, block_mask, plan)
+    plan, mask = _agree(record, communicator, bounds, block_mask, choice)
     rank = 0 if communicator is None else communicator.rank
     run = RankRun(
         _work_of(plan, mask, rank),
@@ -96,37 +131,43 @@ def planned_attention(
         timeout_s,
         trace,
     )
-    return _PlannedAttention.apply(q, k, v, run, reduce_dtype)
+    return _PlannedAttention.apply(q, k, v, run, reduce_dtype, keep_gathered)
 
 
 def _agree(
     record: agreement.Record, communicator: Communicator | None, bounds: paddle.Tensor | None,
-    block_mask: paddle.Tensor | None, plan: CpPlan,
-) -> ColumnMask:  # fmt: skip
-    """Compares the ranks' records; the mask over the whole sequence. Collective."""
-    from paddle_fm3.distributed.attention import _gather_bounds
-
-    error = record["error"]
-    if error is None and not paddle.get_device().startswith("cpu"):
-        record = {"error": f"plan={plan.strategy.name!r} runs on CPU ranks only so far, not on {paddle.get_device()}"}
+    block_mask: paddle.Tensor | None, choice: PlanChoice,
+) -> tuple[CpPlan, ColumnMask]:  # fmt: skip
+    """Compares the ranks' records; the plan and the mask over the whole sequence. Collective."""
+    if record["error"] is None and not paddle.get_device().startswith("cpu"):
+        name = choice.strategy.name
+        record = {"error": f"strategy={name!r} runs by a plan, on CPU ranks only so far, not on {paddle.get_device()}"}
     what = "comparison of shapes, masks and plans"
     records = [record] if communicator is None else communicator.exchange(record, what)
     agreement.check_agreement(records)
+    if choice.plan is not None:
+        partition = choice.plan.partition
+        is_whole = agreement.check_lengths(records, partition)
+    else:
+        agreement.check_whole_masks(records, choice.strategy.name)
+        partition, is_whole = Partition((0, sum(r["s_local"] for r in records)), (0,), 1), True
     bounds_global = None if bounds is None else bounds.numpy()  # [b, h_mask, s, n]
-    if agreement.check_lengths(records, plan.partition):
+    if is_whole:
         agreement.check_same_mask(records)
     else:
         assert communicator is not None and bounds is not None
-        bounds_global = _gather_bounds(bounds, plan.partition, communicator)
-    return global_mask(
-        bounds_global, record["causal"], plan.partition, record["b"], None if block_mask is None else block_mask.numpy()
-    )
+        bounds_global = gather_bounds(bounds, partition, communicator)
+    block_mask_global = None if block_mask is None else block_mask.numpy()
+    mask = global_mask(bounds_global, record["causal"], partition, record["b"], block_mask_global)
+    plan = choice.plan_of(mask, len(records))
+    if choice.plan is None:
+        agreement.check_lengths(records, plan.partition)
+    return plan, mask
 
 
 def _work_of(plan: CpPlan, mask: ColumnMask, rank: int) -> RankWork:
-    digest = mask_digest(mask)
-    plan.check_mask(digest, "flashmask_cp_attention")
-    key = (plan.plan_hash, digest, rank)
+    # A plan bound to no mask serves several.
+    key = (plan.plan_hash, plan.mask_digest or mask_digest(mask), rank)
     if key not in _work:
         _work[key] = RankWork.of(plan, rank, mask)
         while len(_work) > CACHE_ENTRIES:
@@ -161,15 +202,22 @@ def transport_bytes(group: Any) -> tuple[list[int], list[int]]:
 class _PlannedAttention(PyLayer):
     @staticmethod
     def forward(
-        ctx: Any, q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor, run: RankRun, reduce_dtype: str
+        ctx: Any,
+        q: paddle.Tensor,
+        k: paddle.Tensor,
+        v: paddle.Tensor,
+        run: RankRun,
+        reduce_dtype: str,
+        keep_gathered: bool,
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
         ctx.run, ctx.reduce_dtype = run, reduce_dtype
         ctx.is_wanted = tuple(not x.stop_gradient for x in (q, k, v))
         ctx.dtype = q.dtype
         # Copies: the caller may write to q before backward reads it.
-        ctx.saved = _guarded(run, run.forward, *(_array_of(x) for x in (q, k, v)))
-        out = _tensor_of(ctx.saved.out, q.dtype)  # [b, s_local, h_q, d_v]
-        return out, _tensor_of(ctx.saved.lse, paddle.float32)  # [b, h_q, s_local]
+        saved = _guarded(run, run.forward, *(_array_of(x) for x in (q, k, v)))
+        ctx.saved = saved if keep_gathered else saved.without_gathered()
+        out = _tensor_of(saved.out, q.dtype)  # [b, s_local, h_q, d_v]
+        return out, _tensor_of(saved.lse, paddle.float32)  # [b, h_q, s_local]
 
     @staticmethod
     def backward(ctx: Any, dout: paddle.Tensor, dlse: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:

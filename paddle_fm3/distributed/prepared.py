@@ -82,6 +82,11 @@ def digest_of(*parts: Any) -> str:
     return hasher.hexdigest()
 
 
+def content_digest(bounds: paddle.Tensor | None, causal: bool, block_mask: paddle.Tensor | None = None) -> str:
+    """Of a mask as it was given; reads it, which on a GPU waits for the device."""
+    return digest_of(*(None if x is None else x.numpy() for x in (bounds, block_mask)), causal)
+
+
 def state_of(tensor: paddle.Tensor) -> tuple[int, str | None]:
     """Changes when the tensor is written to; on a GPU not for writes by ``set_value`` and ``copy_``.
 

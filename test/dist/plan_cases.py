@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from cp_cases import CpCase
 
+from paddle_fm3.distributed.cost import CPU_COST
 from paddle_fm3.distributed.partition import Partition
 from paddle_fm3.distributed.plan import CpPlan
 from paddle_fm3.distributed.planner import PlanOptions, build_plan
@@ -38,7 +39,9 @@ class PlanCase:
         call = self.call
         mask = global_mask(call.bounds(), call.causal, Partition((0, call.s), (0,), 1), call.b, call.block_mask())
         topology = Topology((0,) * num_ranks if self.is_one_node else NODES[num_ranks])
-        return build_plan(mask, num_ranks, topology=topology, strategy=self.strategy, options=self._options(num_ranks))
+        return build_plan(
+            mask, num_ranks, topology=topology, strategy=self.strategy, cost=CPU_COST, options=self._options(num_ranks)
+        )
 
     def _options(self, num_ranks: int) -> PlanOptions:
         if self.idle_rank is None or num_ranks == 1:
