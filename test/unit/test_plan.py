@@ -181,7 +181,11 @@ def test_cache_is_by_content() -> None:
 
 def test_mask_digests_differ_in_every_part() -> None:
     base = builders.document(DOCUMENTS)
-    keys = {mask_digest(base), mask_digest(builders.causal_document(DOCUMENTS)), mask_digest(builders.document(DOCUMENTS[::-1]))}
+    keys = {
+        mask_digest(base),
+        mask_digest(builders.causal_document(DOCUMENTS)),
+        mask_digest(builders.document(DOCUMENTS[::-1])),
+    }
     for name in ("lt_begin", "lt_end", "ut_begin", "ut_end"):
         changed = getattr(base, name).copy()
         changed[0, 0, 77] -= 1 if changed[0, 0, 77] else -1
