@@ -7,6 +7,8 @@ no static graph of our kind (SOT markers, PIR), so its stand-ins for those do no
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import paddle
@@ -33,6 +35,16 @@ if IS_PADDLE_2:
     def amp_black_list() -> set[str]:
         return set(paddle.base.framework._dygraph_tracer()._get_amp_op_list()[1])
 
+    @contextmanager
+    def grouped_p2p(process_group: Any) -> Iterator[None]:
+        """Sends and receives of an NCCL process group made inside are one NCCL group."""
+        nccl = paddle.base.core.ProcessGroupNCCL
+        nccl.group_start()
+        try:
+            yield
+        finally:
+            nccl.group_end()
+
 else:
     from paddle import _C_ops
     from paddle.jit.marker import force_dynamic, unified
@@ -54,13 +66,46 @@ else:
         source = paddle.base.core if in_pir else paddle.base.framework._dygraph_tracer()
         return set(source._get_amp_op_list()[1])
 
+    @contextmanager
+    def grouped_p2p(process_group: Any) -> Iterator[None]:
+        """Sends and receives of an NCCL process group made inside are one NCCL group."""
+        process_group._start_coalescing()
+        try:
+            yield
+        finally:
+            process_group._end_coalescing()
+
+
+def new_stream(*, is_urgent: bool) -> Any:
+    """A CUDA stream of the current device; its `cuda_stream` is the cudaStream_t."""
+    return paddle.base.core.CUDAStream(None, 1 if is_urgent else 2)
+
+
+def current_stream() -> int:
+    """cudaStream_t that Paddle enqueues on, of the current device."""
+    return int(paddle.base.core._get_current_stream(-1).cuda_stream)
+
+
+@contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """Paddle enqueues on the stream inside."""
+    previous = paddle.base.core._set_current_stream(stream)
+    try:
+        yield
+    finally:
+        paddle.base.core._set_current_stream(previous)
+
 
 __all__ = [
     "IS_PADDLE_2",
     "amp_black_list",
     "amp_dtype",
     "break_graph",
+    "current_stream",
     "force_dynamic",
+    "grouped_p2p",
+    "new_stream",
+    "on_stream",
     "run_custom_op",
     "unified",
 ]
