@@ -36,7 +36,7 @@ PATTERNS: dict[str, Callable[..., ColumnMask]] = {
     )
 }
 # Of these, the ones that documents alone determine.
-DOCUMENT_KINDS = ("causal_document", "document", "share_question", "causal_blockwise")
+DOCUMENT_KINDS = ("causal_document", "document", "share_question", "causal_blockwise", "prefix_lm_document")
 
 
 SOURCES = ("documents", "file", "pattern", "case", "dense", "bounds")
@@ -111,7 +111,8 @@ def documents_mask(sequences: list[list[Any]], kind: str, s: int | None = None) 
     """Document mask of a batch of packed sequences; shorter ones are filled up with one more document.
 
     Args:
-        sequences: for each sequence its document lengths (share_question: [question, answer, ...] each).
+        sequences: for each sequence its document lengths (share_question: [question, answer, ...] each;
+            prefix_lm_document: [prefix, rest] each).
         kind: one of DOCUMENT_KINDS.
         s: tokens a sequence; default the longest.
     """
@@ -121,8 +122,13 @@ def documents_mask(sequences: list[list[Any]], kind: str, s: int | None = None) 
         raise InputError(f"a sequence holds {max(totals)} tokens; --s {s} is too short")
     filled = []
     for sequence, total in zip(sequences, totals, strict=True):
-        rest = [] if total == s else [[s - total] if kind == "share_question" else s - total]
+        rest = [] if total == s else [[s - total] if isinstance(sequence[0], list) else s - total]
         filled.append([*sequence, *rest])
+    if kind == "prefix_lm_document":
+        if not all(isinstance(part, list) for sequence in filled for part in sequence):
+            raise InputError("kind prefix_lm_document takes [prefix, rest] for each document, from a .json file")
+        lengths = [[sum(part) for part in sequence] for sequence in filled]
+        return builders.prefix_lm_document(lengths, [[part[0] for part in sequence] for sequence in filled])
     return PATTERNS[kind](filled)
 
 

@@ -146,6 +146,11 @@ def setting_from_arguments(arguments: argparse.Namespace) -> Setting:
     """Raises InputError, ValueError or FileNotFoundError for what does not fit together."""
     scenario = load_scenario(arguments.config) if arguments.config else None
     has_mask = any(getattr(arguments, name) is not None for name in _inputs.SOURCES)
+    if scenario is not None and scenario.data.mask_window:
+        raise _inputs.InputError(
+            f"config {arguments.config} has layers with a window; plan compares strategies for one mask. Plan each "
+            "with --cp and --pattern causal_document_sliding_window or --documents"
+        )
     if scenario is not None and not has_mask:
         lengths = scenario.data.document_lengths()
         masks = [_inputs.documents_mask([lengths], scenario.data.mask)]

@@ -35,6 +35,15 @@ def test_documents_typed(capsys):
     )
 
 
+def test_prefixes_from_a_file(capsys, tmp_path):
+    path = tmp_path / "prefixes.json"
+    path.write_text("[[[30, 70], [16, 40]], [[8, 82]]]")
+    shown = report(capsys, "--file", str(path), "--kind", "prefix_lm_document", "--s", "160")
+    assert_is(shown, masks.prefix_lm_document([[100, 56, 4], [90, 70]], [[30, 16, 4], [8, 70]]))
+    assert main(["mask", "--documents", "100,56", "--kind", "prefix_lm_document"]) == 2
+    assert "takes [prefix, rest] for each document" in capsys.readouterr().err
+
+
 def test_block_density_counts_whole_tiles(capsys):
     shown = report(capsys, "--documents", "300,84")
     visible = masks.causal_document([300, 84]).dense()[0, 0]

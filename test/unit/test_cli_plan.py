@@ -16,6 +16,7 @@ from paddle_fm3.distributed.cost import CostModel
 from paddle_fm3.distributed.planner import build_plan
 from paddle_fm3.distributed.timing import simulate_time
 from paddle_fm3.distributed.topology import Topology
+from paddle_fm3.integration.paddlenlp.config_schema import CONFIG_DIR
 
 SMALL = ["--cp", "4", "--gpus-per-node", "2", "--h-q", "8", "--h-kv", "2", "--d", "64"]
 COST = CostModel(h_q=8, h_kv=2, d=64)
@@ -128,6 +129,15 @@ def test_a_rank_s_lane_shows_what_arrives_at_it():
         mine = plan.rank_plan(rank, mask)
         assert sum(int(title.split()[0]) for title in titles) == mine.num_k_rows - mine.num_q_rows
         assert not any(title.endswith(f"from rank {rank}") for title in titles)
+
+
+def test_a_config_with_windows_is_not_planned_as_if_it_had_none(capsys, tmp_path):
+    content = json.loads((CONFIG_DIR / "moe_118b_a14b_128k_cp16.json").read_text())
+    content["data"].update(mask_window=4096, mask_layers="window,full")
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(content))
+    assert main(["plan", "--config", str(path)]) == 2
+    assert "has layers with a window; plan compares strategies for one mask" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

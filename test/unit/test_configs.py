@@ -117,6 +117,9 @@ def test_a_missing_key_and_an_unknown_name_are_named(tmp_path):
         ("layout", {"expert_parallel_degree": 1, "moe_sharding_degree": 128}, "needs expert_parallel_degree > 1"),
         ("data", {"max_seq_len": 131000}, "documents hold 131072 tokens"),
         ("data", {"mask": "diagonal"}, "mask='diagonal' is unknown"),
+        ("data", {"mask_window": 512, "mask_layers": "full"}, "a window > 0 belongs to layers that use it"),
+        ("data", {"mask": "prefix_lm_document"}, r"prefix_lm_document \[prefix, rest\]"),
+        ("attention", {"cp_plans_ahead": -1}, "plans_ahead=-1 must be >= 0"),
         ("data", {"documents": "paper_9k"}, "expected a list or paper_"),
         ("attention", {"cp_strategy": "zigzag"}, "cp_strategy='zigzag' is unknown"),
         ("training", {"recompute_granularity": "some"}, "recompute_granularity='some' is unknown"),
@@ -187,6 +190,20 @@ def test_the_tiny_config_is_what_the_demo_runs(tmp_path, monkeypatch):
     }  # fmt: skip
     assert {name: written[name] for name in expected} == expected
     assert arguments.ranks == scenario.layout.context_parallel_degree
+
+
+def test_every_config_says_its_mask_and_nodes_to_the_trainer():
+    for name in NAMES:
+        fields, scenario = load_scenario(name).training_fields(), load_scenario(name)
+        assert fields["mask_kind"] == scenario.data.mask
+        assert fields["cp_nodes"] == str(min(8, scenario.layout.context_parallel_degree))
+        if scenario.layout.num_gpus > 2:
+            assert fields["cp_strategy"] == "fm3"
+    content = _content()
+    content["layout"]["gpus_per_node"] = 4
+    content["data"].update(mask_window=4096, mask_layers="window,full")
+    fields = scenario_from_dict(content).training_fields()
+    assert (fields["cp_nodes"], fields["mask_window"], fields["mask_layers"]) == ("4", 4096, "window,full")
 
 
 def test_a_scenario_is_a_value():

@@ -15,13 +15,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paddle_fm3.integration.paddlenlp.layout import Layout, check_choice
+from paddle_fm3.integration.paddlenlp.masks import KINDS, LayerMasks
 from paddle_fm3.integration.paddlenlp.model_size import MemoryEstimate, ModelShape, estimate_memory
-from paddle_fm3.integration.paddlenlp.settings import FlashMask3Settings
+from paddle_fm3.integration.paddlenlp.settings import (
+    DEFAULT_CP_STRATEGY,
+    DEFAULT_PLANS_AHEAD,
+    FlashMask3Settings,
+)
 
 CONFIG_DIR = Path(__file__).parent / "configs"
 CHUNK_TOKENS = 2048  # what the planner balances (the paper's chunk)
 TILE_TOKENS = 128
-MASKS = ("causal_document", "document", "share_question")
+GROUPED_MASKS = ("share_question", "prefix_lm_document")  # a document is a list of parts
 
 
 @dataclass(frozen=True)
@@ -30,25 +35,30 @@ class Data:
 
     Attributes:
         max_seq_len: tokens of a packed sequence.
-        mask: which documents see what, see `MASKS`.
+        mask: which documents see what: a kind of `LayerMasks`.
         documents: lengths of one representative packed sequence that `plan` uses when no other data is given: a list of
-            lengths (or, for share_question, of [question, answer, ...]), or "paper_128k_2": a published sample.
+            lengths (for share_question of [question, answer, ...], for prefix_lm_document of [prefix, rest]), or
+            "paper_128k_2": a published sample.
+        mask_window, mask_layers: layers with a sliding window, as the Trainer's flags of that name.
     """
 
     max_seq_len: int
     mask: str
     documents: Any
+    mask_window: int = 0
+    mask_layers: str = ""
 
     def __post_init__(self) -> None:
-        check_choice("Data", "mask", self.mask, MASKS)
+        check_choice("Data", "mask", self.mask, KINDS)
+        LayerMasks.from_flags(self.mask, self.mask_window, self.mask_layers)
         lengths = self.document_lengths()
         total = sum(sum(x) if isinstance(x, list) else x for x in lengths)
         if total != self.max_seq_len:
             raise ValueError(f"Data: documents hold {total} tokens; max_seq_len={self.max_seq_len}")
-        if (self.mask == "share_question") != isinstance(lengths[0], list):
+        if (self.mask in GROUPED_MASKS) != isinstance(lengths[0], list):
             raise ValueError(
                 f"Data: mask {self.mask!r} with documents like {lengths[0]!r}; share_question takes [question, "
-                "answer, ...]"
+                "answer, ...], prefix_lm_document [prefix, rest], the others lengths"
             )
 
     def document_lengths(self) -> list[Any]:
@@ -65,20 +75,24 @@ class Data:
 
 @dataclass(frozen=True)
 class Attention:
-    """The flags of this package, as `FlashMask3TrainingArguments` takes them, and the planner's chunk."""
+    """The flags of this package, as `FlashMask3TrainingArguments` takes them. --cp_nodes follows from the layout."""
 
     use_flashmask3: bool = True
-    cp_strategy: str = "dual_chunk"
+    cp_strategy: str = DEFAULT_CP_STRATEGY
     cp_timeout_s: float = 60.0
     cp_reduce_dtype: str = "float32"
+    cp_plans_ahead: int = DEFAULT_PLANS_AHEAD
 
     def __post_init__(self) -> None:
-        FlashMask3Settings(self.cp_strategy, self.cp_timeout_s, self.cp_reduce_dtype)
+        FlashMask3Settings(self.cp_strategy, self.cp_timeout_s, self.cp_reduce_dtype, plans_ahead=self.cp_plans_ahead)
 
 
 @dataclass(frozen=True)
 class Training:
-    """Fields of PaddleNLP's TrainingArguments, under its names. Degrees stand in `Layout`."""
+    """Fields of PaddleNLP's TrainingArguments, under its names. Degrees stand in `Layout`.
+
+    NOTE: without report_to PaddleNLP insists on VisualDL, which it does not install.
+    """
 
     device: str = "gpu"
     per_device_train_batch_size: int = 1
@@ -98,6 +112,7 @@ class Training:
     recompute_granularity: str = "full"
     logging_steps: int = 1
     save_steps: int = 500
+    report_to: str = "none"
     seed: int = 42
 
     def __post_init__(self) -> None:
@@ -239,7 +254,9 @@ class Scenario:
     def training_fields(self) -> dict[str, Any]:
         """The part of `trainer_arguments` that is not the parallel layout."""
         training = {name: value for name, value in vars(self.training).items() if name not in MODEL_CONFIG_FIELDS}
-        return {**training, **vars(self.attention)}
+        data = self.data
+        masks = {"mask_kind": data.mask, "mask_window": data.mask_window, "mask_layers": data.mask_layers}
+        return {**training, **vars(self.attention), "cp_nodes": str(self.layout.context_ranks_per_node), **masks}
 
 
 def scenario_names() -> list[str]:

@@ -15,6 +15,7 @@ from paddlenlp.trainer import trainer as trainer_module
 from paddle_fm3.distributed import groups
 from paddle_fm3.distributed.attention import make_partition
 from paddle_fm3.distributed.partition import Partition
+from paddle_fm3.distributed.planned import device_cost
 from paddle_fm3.distributed.shard import shard_rows
 from paddle_fm3.distributed.topology import Topology
 from paddle_fm3.integration.paddlenlp.attention import number_layers
@@ -93,7 +94,8 @@ def split_batch(inputs: dict[str, Any], settings: FlashMask3Settings, state: Run
 def plan_of_indices(indices: paddle.Tensor, settings: FlashMask3Settings, group: Any) -> BatchPlan:
     """The plan of a batch's masks (see `masks.py`) for a context-parallel group."""
     array = np.asarray(indices.numpy(), np.int32)
-    return plan_batch(array, settings.masks, group.nranks, settings.cp_strategy, topology_of_group(settings, group))
+    topology = topology_of_group(settings, group)
+    return plan_batch(array, settings.masks, group.nranks, settings.cp_strategy, topology, device_cost())
 
 
 def topology_of_group(settings: FlashMask3Settings, group: Any) -> Topology:

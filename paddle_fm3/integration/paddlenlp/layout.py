@@ -102,6 +102,11 @@ class Layout:
         return self.num_replicas // self.sharding_parallel_degree
 
     @property
+    def context_ranks_per_node(self) -> int:
+        """Context-parallel ranks of one group that share a node, its ranks being neighbours (--cp_nodes)."""
+        return min(self.context_parallel_degree, max(1, self.gpus_per_node // self.tensor_parallel_degree))
+
+    @property
     def nodes_per_context_group(self) -> int:
         """Nodes a context-parallel group spans, its ranks being neighbours (the planner's --nodes)."""
         ranks = self.context_parallel_degree * self.tensor_parallel_degree

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paddle_fm3.distributed.cache import PlanCache
+from paddle_fm3.distributed.cost import DEFAULT_COST, CostModel
 from paddle_fm3.distributed.partition import Partition
 from paddle_fm3.distributed.plan import CpPlan
 from paddle_fm3.distributed.planner import build_plan
@@ -41,7 +42,12 @@ class BatchPlan:
 
 
 def plan_batch(
-    indices: NDArray[np.int32], masks: LayerMasks, num_ranks: int, strategy: str, topology: Topology
+    indices: NDArray[np.int32],
+    masks: LayerMasks,
+    num_ranks: int,
+    strategy: str,
+    topology: Topology,
+    cost: CostModel = DEFAULT_COST,
 ) -> BatchPlan:
     """The plan of a batch. Pure: every rank that has the same batch gets the same plan.
 
@@ -51,6 +57,7 @@ def plan_batch(
     Args:
         indices: int32 ``attn_mask_startend_row_indices`` of the batch.
         masks: which layer uses which of them.
+        cost: rates that the plan is made for.
 
     Raises:
         ValueError: another number of masks than `masks` has; as `build_plan`.
@@ -64,12 +71,12 @@ def plan_batch(
         )
     columns = [ColumnMask.from_bounds(each, is_causal=causal, s_q=each.shape[2]) for each in bounds]
     shares = masks.shares()
-    whole = _plans.get(_stacked(columns, shares), num_ranks, topology=topology, strategy=strategy)
+    whole = _plans.get(_stacked(columns, shares), num_ranks, topology=topology, strategy=strategy, cost=cost)
     if len(columns) == 1:
         plans: tuple[CpPlan, ...] = (whole,)
     else:
         plans = tuple(
-            build_plan(each, num_ranks, topology=topology, strategy=strategy, partition=whole.partition)
+            build_plan(each, num_ranks, topology=topology, strategy=strategy, cost=cost, partition=whole.partition)
             for each in columns
         )
     return BatchPlan(plans, whole.imbalance, (time.perf_counter() - began) * 1e3)
