@@ -4,8 +4,9 @@
     python tools/demo.py                        documents: the sources and licences of the running Python
     python tools/demo.py --data FOLDER          your own .txt .md .py .jsonl .parquet files
 
-Trains on 2 ranks (PaddleNLP's Trainer, --use_flashmask3), then repeats the same steps on 1 rank and compares every
-step's loss and gradient norm. Ends with exit code 1 if they differ by more than the printed tolerance.
+Trains on 2 ranks (PaddleNLP's Trainer, --use_flashmask3), each sequence split by a plan of its own, then repeats the
+same steps on 1 rank and compares every step's loss and gradient norm. Ends with exit code 1 if they differ by more than
+the printed tolerance.
 Files are left in runs/<name>/: metrics_cp2.jsonl, metrics_cp1.jsonl, summary.json, demo.png, command.txt, logs.
 """
 
@@ -29,11 +30,10 @@ sys.path[:0] = [str(REPOSITORY), str(Path(__file__).resolve().parent)]
 import numpy as np  # noqa: E402
 from demo_parts import report, text  # noqa: E402
 
-from paddle_fm3.distributed.partition import contiguous_partition, dual_chunk_partition  # noqa: E402
+from paddle_fm3.integration.paddlenlp.settings import CP_STRATEGIES, DEFAULT_CP_STRATEGY  # noqa: E402
 from paddle_fm3.testing import bench  # noqa: E402
 from paddle_fm3.testing.processes import kill_tree  # noqa: E402
 
-PARTITIONS = {"dual_chunk": dual_chunk_partition, "contiguous": contiguous_partition}
 PATH_DEFAULTS = {"runs": str(REPOSITORY / "runs"), "json": None}
 STALL_LIMIT_S = 240  # a run that reports no step for so long is given up
 
@@ -45,7 +45,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--runs", metavar="DIR", default=PATH_DEFAULTS["runs"], help="where run folders are made")
     parser.add_argument("--tokenizer", help="a tokenizer.json; default: bytes")
     parser.add_argument("--ranks", type=int, default=2, help="context-parallel ranks (default 2)")
-    parser.add_argument("--strategy", choices=sorted(PARTITIONS), default="dual_chunk")
+    how = "how ranks share a sequence: %(choices)s (default %(default)s: by a plan for each sequence)"
+    parser.add_argument("--strategy", choices=CP_STRATEGIES, default=DEFAULT_CP_STRATEGY, metavar="NAME", help=how)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seq-length", type=int, default=2048, help="tokens a packed sequence (default 2048)")
     parser.add_argument("--batch-size", type=int, default=1)
@@ -88,8 +89,7 @@ def run_demo(arguments: argparse.Namespace, run_dir: Path) -> int:
         files, tokenizer, s=s, num_sequences=arguments.steps * arguments.batch_size, max_document=s * 3 // 4,
         seed=arguments.seed,
     )  # fmt: skip
-    partition = PARTITIONS[arguments.strategy](s, arguments.ranks)
-    statistics = report.mask_statistics(packs, s, partition)
+    statistics = report.mask_statistics(packs, s, arguments.strategy, arguments.ranks)
     run_dir.mkdir(parents=True, exist_ok=True)
     write_inputs(arguments, run_dir, packs, tokenizer.vocab_size)
     command = "python tools/demo.py " + shlex.join(repeat_arguments(arguments, run_dir.name))

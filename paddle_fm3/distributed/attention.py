@@ -9,9 +9,9 @@ import numpy as np
 import paddle
 
 from paddle_fm3.distributed import agreement, groups
-from paddle_fm3.distributed.collective import LAYOUTS, collective_attention
+from paddle_fm3.distributed.collective import collective_attention
 from paddle_fm3.distributed.comm import communicator_for
-from paddle_fm3.distributed.partition import Partition
+from paddle_fm3.distributed.partition import LAYOUTS, Partition
 from paddle_fm3.distributed.plan import CpPlan
 from paddle_fm3.distributed.planned import PlanChoice, plan_attention, planned_attention
 from paddle_fm3.distributed.prepared import content_digest, digest_of

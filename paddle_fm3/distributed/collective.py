@@ -13,12 +13,9 @@ from paddle.autograd import PyLayer
 
 from paddle_fm3.distributed import agreement
 from paddle_fm3.distributed.comm import Communicator, Pending
-from paddle_fm3.distributed.partition import Partition, contiguous_partition, dual_chunk_partition
+from paddle_fm3.distributed.partition import LAYOUTS, Partition
 from paddle_fm3.distributed.prepared import PreparedCache, PreparedMask, digest_of, global_mask, prepare_mask
 from paddle_fm3.distributed.shard import assemble_rows, pad_rows, rows_by_rank
-
-# name -> rows of s cut for num_ranks ranks
-LAYOUTS = {"dual_chunk": dual_chunk_partition, "contiguous": contiguous_partition}
 
 _cache = PreparedCache()
 

@@ -71,6 +71,10 @@ def dual_chunk_partition(s: int, num_ranks: int) -> Partition:
     return _assigned(s, num_ranks, list(range(num_ranks)) + list(reversed(range(num_ranks))))
 
 
+# Cuts that do not depend on the mask: name -> rows of s cut for num_ranks ranks.
+LAYOUTS = {"dual_chunk": dual_chunk_partition, "contiguous": contiguous_partition}
+
+
 def _assigned(s: int, num_ranks: int, ranks: list[int]) -> Partition:
     begins = [s * chunk_id // len(ranks) for chunk_id in range(len(ranks) + 1)]
     kept = [chunk_id for chunk_id in range(len(ranks)) if begins[chunk_id] < begins[chunk_id + 1]]

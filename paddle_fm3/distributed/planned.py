@@ -46,8 +46,9 @@ class PlanChoice:
             self.plan.check_mask(mask_digest(mask), "flashmask_cp_attention")
             return self.plan
         return _plans.get(
-            mask, num_ranks, topology=self.topology, strategy=self.strategy, partition=self.partition, cost=_cost()
-        )
+            mask, num_ranks, topology=self.topology, strategy=self.strategy, partition=self.partition,
+            cost=device_cost(),
+        )  # fmt: skip
 
 
 def plan_attention(
@@ -92,11 +93,12 @@ def plan_attention(
     mask = global_mask(bounds, causal, Partition((0, length), (0,), 1), b, tiles)
     return _plans.get(
         mask, num_ranks, topology=topology, strategy=strategy, options=options, partition=partition,
-        cost=cost or _cost(),
+        cost=cost or device_cost(),
     )  # fmt: skip
 
 
-def _cost() -> CostModel:
+def device_cost() -> CostModel:
+    """The rates that plans are made for where nobody names others: by the kind of Paddle's current device."""
     return CPU_COST if paddle.get_device().startswith("cpu") else DEFAULT_COST
 
 

@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paddle_fm3 import viz
+from paddle_fm3.distributed.cost import CPU_COST
 from paddle_fm3.distributed.localize import localize_mask
-from paddle_fm3.distributed.partition import Partition
+from paddle_fm3.distributed.partition import LAYOUTS, Partition
+from paddle_fm3.distributed.topology import Topology
 from paddle_fm3.integration.paddlenlp.collator import PackedCollator
+from paddle_fm3.integration.paddlenlp.masks import LayerMasks
+from paddle_fm3.integration.paddlenlp.planning import plan_batch
 from paddle_fm3.mask.column_mask import ColumnMask
 from paddle_fm3.schedule import build_schedule
 
@@ -33,13 +38,24 @@ class MaskStatistics:
     rank_load_tiles: list[float]  # [num_ranks], visible tiles a sequence
 
 
+def indices_of(pack: list[list[int]], s: int) -> NDArray[np.int32]:
+    """What the collator hands to the model for a pack, int32 [1, s]."""
+    return PackedCollator(s)([{"documents": pack}])["attn_mask_startend_row_indices"]
+
+
 def mask_of(pack: list[list[int]], s: int) -> ColumnMask:
-    """The mask that the collator hands to the model for a pack."""
-    batch = PackedCollator(s)([{"documents": pack}])
-    return ColumnMask.from_bounds(batch["attn_mask_startend_row_indices"][:, None, :, None], is_causal=True, s_q=s)
+    return ColumnMask.from_bounds(indices_of(pack, s)[:, None, :, None], is_causal=True, s_q=s)
 
 
-def mask_statistics(packs: list[list[list[int]]], s: int, partition: Partition) -> MaskStatistics:
+def partition_of(pack: list[list[int]], s: int, strategy: str, num_ranks: int) -> Partition:
+    """How the Trainer splits the pack, the ranks being processes of one machine."""
+    if strategy in LAYOUTS:
+        return LAYOUTS[strategy](s, num_ranks)
+    one_node = Topology((0,) * num_ranks)
+    return plan_batch(indices_of(pack, s), LayerMasks(), num_ranks, strategy, one_node, CPU_COST).partition
+
+
+def mask_statistics(packs: list[list[list[int]]], s: int, strategy: str, num_ranks: int) -> MaskStatistics:
     densities, skipped, loads = [], [], []
     for pack in packs:
         mask = mask_of(pack, s)
@@ -47,7 +63,7 @@ def mask_statistics(packs: list[list[list[int]]], s: int, partition: Partition) 
         densities.append(schedule.density)
         num_tiles = schedule.num_q_tiles * schedule.num_k_tiles
         skipped.append(1 - int(schedule.num_visible_tiles.sum()) / num_tiles)
-        ranks = range(partition.num_ranks)
+        ranks, partition = range(num_ranks), partition_of(pack, s, strategy, num_ranks)
         loads.append([int(build_schedule(localize_mask(mask, partition, r)).num_visible_tiles.sum()) for r in ranks])
     return MaskStatistics(
         documents_per_sequence=float(np.mean([len(pack) for pack in packs])),
