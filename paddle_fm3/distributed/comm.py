@@ -91,6 +91,41 @@ class Communicator:
         summed = paddle.empty(parts.shape[1:], dtype)
         return self._post(lambda: dist.reduce_scatter(summed, list(parts), group=self.group), lambda: summed, what)
 
+    def post_all_reduce(self, x: paddle.Tensor, what: str) -> Pending[paddle.Tensor]:
+        """Sum over ranks, in x's dtype (on gloo 16-bit inputs are summed in fp32); ``x`` is left as it is."""
+        is_widened = self.is_gloo and x.dtype in (paddle.float16, paddle.bfloat16)
+        total = x.astype("float32") if is_widened else x.clone()
+        return self._post(lambda: dist.all_reduce(total, group=self.group), lambda: total.astype(x.dtype), what)
+
+    def post_all_to_all(self, rows: paddle.Tensor, counts: np.ndarray, what: str) -> Pending[paddle.Tensor]:
+        """Rows for every rank, in order of the rank, to the rank; returns the rows from every rank, in order of theirs.
+
+        Args:
+            rows: [sum of counts[self.rank], ...].
+            counts: int [num_ranks, num_ranks], rows from (first axis) to (second axis); the same on every rank.
+        """
+        me, num_ranks = self.rank, self.num_ranks
+        received = counts[:, me]
+        if not self.is_gloo:
+            out = paddle.empty([int(received.sum()), *rows.shape[1:]], rows.dtype)
+            return self._post(
+                lambda: dist.alltoall_single(out, rows, received.tolist(), counts[me].tolist(), group=self.group),
+                lambda: out, what,
+            )  # fmt: skip
+        # gloo has no all-to-all: everybody gets everything, padded to one length.
+        most = max(1, int(counts.sum(axis=1).max()))
+        padded = paddle.zeros([most, *rows.shape[1:]], rows.dtype)
+        if rows.shape[0]:
+            padded[: rows.shape[0]] = rows
+        begins = counts[:, :me].sum(axis=1)  # [num_ranks]: where each rank's rows for this one begin
+        gathered: list[paddle.Tensor] = []
+
+        def collect() -> paddle.Tensor:
+            mine = (gathered[src][int(begins[src]) : int(begins[src] + received[src])] for src in range(num_ranks))
+            return paddle.concat(list(mine))
+
+        return self._post(lambda: dist.all_gather(gathered, padded, group=self.group), collect, what)
+
     def exchange(self, record: dict[str, Any], what: str) -> list[dict[str, Any]]:
         """Every rank's small JSON-able record, by rank."""
         encoded = json.dumps(record).encode()

@@ -38,7 +38,7 @@ def resolve_group(group: Any | None = None) -> Any | None:
         return group
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    topology = _fleet_topology()
+    topology = fleet_topology()
     if topology is None:
         raise RuntimeError(
             f"resolve_group: {dist.get_world_size()} processes but no context-parallel group: pass group=..., or call "
@@ -64,7 +64,8 @@ def is_gloo(group: Any) -> bool:
     return group.process_group is not None and group.process_group.name().upper() == "GLOO"
 
 
-def _fleet_topology() -> Any | None:
+def fleet_topology() -> Any | None:
+    """What fleet.init built; None if it was not called."""
     try:
         return dist.fleet.get_hybrid_communicate_group()
     except AttributeError:  # fleet.init was not called
