@@ -55,6 +55,9 @@ def main() -> int:
     device = importlib.import_module(f"paddle_fm3.testing.bench_{arguments.device}")
     from paddle_fm3.testing import bench
 
+    if arguments.bench not in device.COLUMNS:
+        print(f"bench_attention: {arguments.device} has no bench {arguments.bench!r}, only {', '.join(device.COLUMNS)}")
+        return 2
     if arguments.list:
         print("cases:", *device.CASES, sep="\n  ")
         print("impls:", *device.IMPLS, sep="\n  ")
