@@ -4,7 +4,7 @@
 The only file of the package that calls `paddle.distributed` collectives. On gloo they run on a communication
 thread, so that a transfer proceeds beside compute and a rank that stalls can be given up on; gloo lacks
 reduce_scatter, which becomes all_reduce + slice, and its fp16 sum overflows to inf, so 16-bit sums travel as
-fp32. On NCCL the native collectives run on the current stream.
+fp32. On NCCL the native collectives run on the current stream, and small records go through the job's store.
 
 Limits: a gloo collective cannot be cancelled. After a timeout the stuck thread is abandoned (it is a daemon and
 gloo ends it by itself after 30 s), the communicator refuses further use, and the process should exit. gloo's own
@@ -26,7 +26,7 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed import collective
 
-from paddle_fm3.distributed import groups
+from paddle_fm3.distributed import groups, store_exchange
 
 T = TypeVar("T")
 
@@ -129,11 +129,25 @@ class Communicator:
     def exchange(self, record: dict[str, Any], what: str) -> list[dict[str, Any]]:
         """Every rank's small JSON-able record, by rank."""
         encoded = json.dumps(record).encode()
+        if not self.is_gloo:
+            return [json.loads(text) for text in self._exchange_by_store(encoded, what)]
         if len(encoded) > RECORD_BYTES:
             raise ValueError(f"exchange: the record of '{what}' takes {len(encoded)} bytes; at most {RECORD_BYTES}")
         padded = np.frombuffer(encoded.ljust(RECORD_BYTES), np.uint8).astype(np.int32)  # [RECORD_BYTES]
         gathered = self.post_all_gather(paddle.to_tensor(padded), what).wait()
         return [json.loads(row.numpy().astype(np.uint8).tobytes()) for row in gathered]
+
+    def _exchange_by_store(self, encoded: bytes, what: str) -> list[bytes]:
+        if self._failure is not None:
+            raise CommError(f"'{what}' refused: an earlier collective of this group failed: {self._failure}")
+        self._num_posted += 1
+        key = f"paddle_fm3/exchange/{self.group.id}/{self.timeout_s:g}/{self._num_posted}"
+        try:
+            return store_exchange.exchange(
+                collective._default_store, key, self.rank, self.num_ranks, encoded, self.timeout_s
+            )
+        except store_exchange.Missing as missing:
+            self._give_up(self._num_posted, what, f"no answer within {self.timeout_s:g} s", missing.ranks)
 
     def _post(self, run: Callable[[], Any], collect: Callable[[], T], what: str) -> Pending[T]:
         if self._failure is not None:
@@ -164,7 +178,9 @@ class Communicator:
         return Pending(what, wait_and_collect)
 
     def _fail(self, number: int, what: str, cause: str, lost_peers: list[int] | None = None) -> NoReturn:
-        missing = lost_peers or self._missing_ranks(number)
+        self._give_up(number, what, cause, lost_peers or self._missing_ranks(number))
+
+    def _give_up(self, number: int, what: str, cause: str, missing: list[int] | None) -> NoReturn:
         if missing is None:
             culprit = "the key-value store does not answer either (its host, global rank 0, is probably dead)"
         elif missing:
