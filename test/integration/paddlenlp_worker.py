@@ -175,13 +175,14 @@ def main() -> None:
         # As user scripts do; for llama upstream would then use its own position ids and drop the mask.
         save(f"{name}-flag", one_step(build(name, context_parallel_degree=num_ranks), arguments))
         if num_ranks == 1:
-            enable(FlashMask3Settings())
+            enable(FlashMask3Settings(moe_dispatch="dense"))
             with unchecked_wrap():
                 save(f"{name}-dense", one_step(build(name, use_flash_attention=False), arguments, is_dense=True))
     enable(FlashMask3Settings(cp_timeout_s=30.0, masks=WINDOW_AND_FULL))
     for name in ("qwen2_moe", "llama"):
         save(f"{name}-windows", one_step(build(name), arguments, masks=WINDOW_AND_FULL))
     if num_ranks == 1:
+        enable(FlashMask3Settings(moe_dispatch="dense"))
         with unchecked_wrap():
             for name in ("qwen2_moe", "llama"):
                 model = build(name, use_flash_attention=False)

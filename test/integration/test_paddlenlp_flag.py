@@ -14,8 +14,9 @@ import pytest
 paddlenlp = pytest.importorskip("paddlenlp")
 
 from paddle.distributed import collective  # noqa: E402
+from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import hybrid_parallel_optimizer  # noqa: E402
 from paddlenlp.trainer import PdArgumentParser, Trainer, trainer  # noqa: E402
-from paddlenlp.transformers import Qwen2MoeConfig, moe_gate  # noqa: E402
+from paddlenlp.transformers import Qwen2MoeConfig, moe_gate, moe_layer  # noqa: E402
 from paddlenlp.transformers.llama import fusion_ops  # noqa: E402
 from paddlenlp.transformers.llama import modeling as llama  # noqa: E402
 from paddlenlp.transformers.qwen2 import modeling as qwen2  # noqa: E402
@@ -48,7 +49,13 @@ PLACES = [
     (qwen2_moe, "load_balancing_loss_func"),
     (moe_gate, "paddle"),
     (moe_gate.PretrainedMoEGate, "topkgating"),
+    (moe_gate.PretrainedMoEGate, "_priority"),
     (moe_gate.MoEGateMixin, "_cal_aux_loss"),
+    (moe_layer.MoELayer, "__init__"),
+    (moe_layer.MoELayer, "forward"),
+    (qwen2_moe.Qwen2MoePretrainedModel, "_init_weights"),
+    (hybrid_parallel_optimizer.HybridParallelClipGrad, "_dygraph_clip"),
+    (hybrid_parallel_optimizer.HybridParallelClipGrad, "_comm_and_clip"),
     (trainer, "split_inputs_sequence_dim"),
     (trainer, "split_inputs_sequence_dim_load_balance"),
     (Trainer, "_wrap_model"),
@@ -200,11 +207,12 @@ def test_dense_mask_is_followed(kind: str) -> None:
         fusion_ops.fusion_flash_attention(q[:, :6], config, k[:, :6], v[:, :6], mask, False)
 
 
-def test_dispatch_mask_carries_no_gradient() -> None:
+@pytest.mark.parametrize("dispatch", ["index", "dense"])
+def test_dispatch_mask_carries_no_gradient(dispatch: str) -> None:
     """Paddle lets gradients through a cast to bool; upstream's gate weights then drown in them."""
     config = Qwen2MoeConfig(hidden_size=8, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=8,
                             shared_expert_intermediate_size=8, norm_topk_prob=True)  # fmt: skip
-    enable()
+    enable(FlashMask3Settings(moe_dispatch=dispatch))
     paddle.seed(5)
     block = qwen2_moe.Qwen2MoeSparseMoEBlock(config)
     rng = np.random.default_rng(1)
@@ -225,3 +233,40 @@ def test_dispatch_mask_carries_no_gradient() -> None:
         step[index] = 1e-2
         numeric[index] = float(loss_at(start + step) - loss_at(start - step)) / 2e-2
     np.testing.assert_allclose(gradient, numeric, atol=0.02 * np.abs(numeric).max())
+
+
+def test_experts_by_index_are_those_of_the_dense_dispatch() -> None:
+    """Outputs and gradients, of an expert that no token chose as well."""
+    config = Qwen2MoeConfig(hidden_size=8, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=8,
+                            shared_expert_intermediate_size=8)  # fmt: skip
+    rng = np.random.default_rng(4)
+    gate = rng.standard_normal((8, 5)).astype(np.float32)
+    inputs = rng.standard_normal((2, 7, 8)).astype(np.float32)
+    inputs[..., 0], gate[:, 3], gate[0, 3] = 1.0, 0.0, -50.0  # so nobody chooses expert 3
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for dispatch in ("dense", "index"):
+        enable(FlashMask3Settings(moe_dispatch=dispatch))
+        paddle.seed(3)
+        block = qwen2_moe.Qwen2MoeSparseMoEBlock(config)
+        block.gate.weight.set_value(paddle.to_tensor(gate))
+        x = paddle.to_tensor(inputs, stop_gradient=False)
+        out, _ = block(x)
+        (out * out).sum().backward()
+        found[dispatch] = {"out": out.numpy(), "x": x.grad.numpy()}
+        for name, parameter in block.named_parameters():
+            assert parameter.grad is not None, name
+            found[dispatch][name] = parameter.grad.numpy()
+    assert not found["dense"]["experts.3.up_proj.weight"].any() and found["dense"]["experts.0.up_proj.weight"].any()
+    assert found["dense"].keys() == found["index"].keys()
+    for name, expected in found["dense"].items():
+        atol = 2e-6 * max(np.abs(expected).max(), 1e-3)
+        np.testing.assert_allclose(found["index"][name], expected, rtol=1e-5, atol=atol, err_msg=name)
+
+
+def test_bad_expert_settings_are_named() -> None:
+    with pytest.raises(ValueError, match="moe_dispatch='sparse' must be 'index' or 'dense'"):
+        FlashMask3Settings(moe_dispatch="sparse")
+    with pytest.raises(ValueError, match="expert_parallel=0 with moe_dispatch='index'; it must be >= 1"):
+        FlashMask3Settings(expert_parallel=0)
+    with pytest.raises(ValueError, match="expert_parallel=2 with moe_dispatch='dense'"):
+        FlashMask3Settings(expert_parallel=2, moe_dispatch="dense")

@@ -54,6 +54,13 @@ class FlashMask3Arguments:
         metadata={"help": "which layers have the window, repeated over the model: window,window,full. Empty: all"},
     )
 
+    moe_dispatch: str = field(
+        default="index", metadata={"help": "index: each expert gets its own tokens; dense: PaddleNLP's layer as it is"}
+    )
+    moe_expert_parallel: int = field(
+        default=1, metadata={"help": "ranks over which each layer's experts are split; 1: every rank has all"}
+    )
+
     def __post_init__(self) -> None:
         settings = FlashMask3Settings(
             self.cp_strategy,
@@ -62,6 +69,8 @@ class FlashMask3Arguments:
             cp_nodes=self.cp_nodes,
             plans_ahead=self.cp_plans_ahead,
             masks=self.layer_masks(),
+            moe_dispatch=self.moe_dispatch,
+            expert_parallel=self.moe_expert_parallel,
         )
         if self.use_flashmask3:
             enable(settings)

@@ -41,13 +41,14 @@ def enable(settings: FlashMask3Settings | None = None) -> None:
     disable()
 
     from paddle_fm3.distributed import groups
-    from paddle_fm3.integration.paddlenlp import attention, corrections, inputs
+    from paddle_fm3.integration.paddlenlp import attention, corrections, experts, inputs
 
     state = RunState()
     replacements = [
         *attention.replacements(settings, state),
         *inputs.replacements(settings, state),
         *corrections.replacements(settings, state),
+        *experts.replacements(settings, state),
     ]
     groups.enable_gloo_subgroups()
     for owner, name, make in replacements:

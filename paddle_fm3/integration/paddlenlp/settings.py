@@ -33,6 +33,8 @@ class FlashMask3Settings:
         cp_nodes: which context-parallel ranks share a node (see `topology_of`); empty: ranks of one host do.
         plans_ahead: batches that the planning thread may be ahead of training; 0 plans when the batch is used.
         masks: what the batches' masks mean and which layer uses which.
+        moe_dispatch: "index" sends each expert its own tokens; "dense" is PaddleNLP's layer as it is.
+        expert_parallel: ranks over which each layer's experts are split, consecutive ones; 1: every rank has all.
     """
 
     cp_strategy: str = DEFAULT_CP_STRATEGY
@@ -42,6 +44,8 @@ class FlashMask3Settings:
     cp_nodes: str = ""
     plans_ahead: int = DEFAULT_PLANS_AHEAD
     masks: LayerMasks = LayerMasks()
+    moe_dispatch: str = "index"
+    expert_parallel: int = 1
 
     def __post_init__(self) -> None:
         if self.cp_strategy not in CP_STRATEGIES:
@@ -56,6 +60,13 @@ class FlashMask3Settings:
             )
         if self.plans_ahead < 0:
             raise ValueError(f"FlashMask3Settings: plans_ahead={self.plans_ahead} must be >= 0")
+        if self.moe_dispatch not in ("index", "dense"):
+            raise ValueError(f"FlashMask3Settings: moe_dispatch={self.moe_dispatch!r} must be 'index' or 'dense'")
+        if self.expert_parallel < 1 or (self.expert_parallel > 1 and self.moe_dispatch == "dense"):
+            raise ValueError(
+                f"FlashMask3Settings: expert_parallel={self.expert_parallel} with moe_dispatch="
+                f"{self.moe_dispatch!r}; it must be >= 1, and above 1 experts get their tokens by 'index'"
+            )
         parse_nodes(self.cp_nodes)
 
     @property
