@@ -6,6 +6,7 @@
 
 #include "fm3/device_api.h"
 #include "ops/cuda/rows/rows.cuh"
+#include "ops/cuda/tensor_map.h"
 #include "ops/dispatch/sm90_error.h"
 
 namespace {
@@ -66,6 +67,16 @@ int32_t fm3_sm90_sum_rows(const fm3::SumRowsParams* params, void* stream) {
   if (error.empty()) error = check_multiple_of_8("row_elems", params->row_elems);
   return finish("fm3_sm90_sum_rows", error, launch_erased<fm3::SumRowsParams, fm3::sm90::sum_rows>,
                 params, stream);
+}
+
+int32_t fm3_sm90_pack(const fm3::PackParams* params, void* stream) {
+  std::string error = params == nullptr ? "params is nullptr" : check_multiple_of_8("d", params->d);
+  if (error.empty()) {
+    error = fm3::sm90::check_vector_access("from", params->from, params->stride_from, params->b,
+                                           params->s, params->h);
+  }
+  return finish("fm3_sm90_pack", error, launch_erased<fm3::PackParams, fm3::sm90::pack>, params,
+                stream);
 }
 
 int32_t fm3_sm90_merge(const fm3::MergeParams* params, void* stream) {

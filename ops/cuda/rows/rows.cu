@@ -96,6 +96,23 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+__global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ PackParams params) {
+  const int64_t vecs_per_head = params.d / kVec;
+  const int64_t num_vecs = int64_t{params.b} * params.s * params.h * vecs_per_head;
+  for (int64_t vec_idx = int64_t{blockIdx.x} * kThreads + threadIdx.x; vec_idx < num_vecs;
+       vec_idx += int64_t{gridDim.x} * kThreads) {
+    const int64_t elem = vec_idx % vecs_per_head * kVec;
+    const int64_t h_idx = vec_idx / vecs_per_head % params.h;
+    const int64_t s_idx = vec_idx / vecs_per_head / params.h % params.s;
+    const int64_t b_idx = vec_idx / vecs_per_head / params.h / params.s;
+    const auto* from = static_cast<const uint16_t*>(params.from) + b_idx * params.stride_from.b +
+                       s_idx * params.stride_from.s + h_idx * params.stride_from.h + elem;
+    auto* to = static_cast<uint16_t*>(params.to) + b_idx * params.to_stride_b +
+               (s_idx * params.h + h_idx) * params.d + elem;
+    *reinterpret_cast<uint4*>(to) = __ldg(reinterpret_cast<const uint4*>(from));
+  }
+}
+
 // One thread a vector of an output row: weights exp(lse_p - top) of the parts, normalised. A row
 // that no part sees stays 0 with lse -inf, a NaN in any lse makes the row NaN.
 template <class T>
@@ -167,6 +184,13 @@ cudaError_t sum_rows(const SumRowsParams& params, cudaStream_t stream) {
   } else {
     sum_rows_kernel<__half, __half><<<ctas, kThreads, 0, stream>>>(params);
   }
+  return cudaGetLastError();
+}
+
+cudaError_t pack(const PackParams& params, cudaStream_t stream) {
+  const int64_t num_vecs = int64_t{params.b} * params.s * params.h * (params.d / kVec);
+  if (num_vecs == 0) return cudaSuccess;
+  pack_kernel<<<num_ctas(num_vecs), kThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

@@ -10,6 +10,7 @@ namespace fm3::sm90 {
 
 cudaError_t sum_parts(const SumPartsParams& params, cudaStream_t stream);
 cudaError_t sum_rows(const SumRowsParams& params, cudaStream_t stream);
+cudaError_t pack(const PackParams& params, cudaStream_t stream);
 cudaError_t merge(const MergeParams& params, cudaStream_t stream);
 cudaError_t order_local_first(const MaskView& mask, void* schedule, int32_t k_end,
                               cudaStream_t stream);

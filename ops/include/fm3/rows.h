@@ -41,6 +41,15 @@ struct SumRowsParams {
   int64_t part_stride_b, narrow_stride_b, wide_stride_b, out_stride_b;  // elements
 };
 
+// to[b, s, :] = from[b, s, :, :]: own rows at the front of a key buffer.
+struct PackParams {
+  int32_t b, s, h, d;  // 2-byte elements; d a multiple of 8
+  const void* from;    // [b, s, h, d]
+  Strides stride_from;
+  void* to;             // [b, *, h, d], rows contiguous
+  int64_t to_stride_b;  // elements
+};
+
 // Attention over disjoint sets of keys becomes attention over all of them.
 struct MergeParams {
   DType dtype;  // of parts and out

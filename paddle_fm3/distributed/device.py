@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device: the few things that context parallelism asks of a GPU, over addresses. No framework.
+
+Streams, events and memory are integers (cudaStream_t, cudaEvent_t, addresses), so that tensors of any framework
+serve. Everything with a `stream` is enqueued there and returns at once. `Sm90Device` is the real one; a model of
+it on the CPU, with streams that run in any order the events allow, is in `paddle_fm3.testing.fake_device`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paddle_fm3._c_api import BwdParams, DType, FwdParams, MaskView, Strides
+from paddle_fm3._device_api import (
+    IPC_HANDLE_BYTES,
+    MergeParams,
+    PackParams,
+    SumPartsParams,
+    SumRowsParams,
+    declare,
+)
+
+DTYPES = {"bfloat16": DType.BFLOAT16, "float16": DType.FLOAT16}
+ELEM_BYTES = 2
+
+
+class DeviceError(RuntimeError):
+    """A call of the device library failed; the text is its own message."""
+
+
+@dataclass(frozen=True)
+class DeviceTensor:
+    """A [b, s, h, d] tensor of 2-byte elements; the last axis is contiguous. Strides in elements."""
+
+    address: int
+    b: int
+    s: int
+    h: int
+    d: int
+    strides: tuple[int, int, int]
+
+    @classmethod
+    def contiguous(cls, address: int, b: int, s: int, h: int, d: int) -> DeviceTensor:
+        return cls(address, b, s, h, d, (s * h * d, h * d, d))
+
+    def rows(self, begin: int, end: int) -> DeviceTensor:
+        """Rows [begin, end) of every batch entry."""
+        address = self.address + begin * self.strides[1] * ELEM_BYTES
+        return DeviceTensor(address, self.b, end - begin, self.h, self.d, self.strides)
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.strides == (self.s * self.h * self.d, self.h * self.d, self.d)
+
+    @property
+    def num_elems(self) -> int:
+        return self.b * self.s * self.h * self.d
+
+    @property
+    def c_strides(self) -> Strides:
+        return Strides(*self.strides)
+
+
+@dataclass(frozen=True)
+class ReadyRows:
+    """Keys on their way: see FwdParams::ready_rows."""
+
+    word: int
+    status: int
+    timeout_us: int
+
+
+class Device(Protocol):
+    """See the module. Addresses that calls take must stay valid until the stream has passed them."""
+
+    def malloc(self, num_bytes: int) -> int: ...
+    def free(self, address: int) -> None: ...
+    def upload(self, array: NDArray[Any]) -> int:
+        """New device memory with the array's bytes; waits for the copy."""
+        ...
+
+    def host_register(self, address: int, num_bytes: int) -> int:
+        """Host memory as the device addresses it."""
+        ...
+
+    def host_unregister(self, address: int) -> None: ...
+    def ipc_export(self, address: int) -> bytes: ...
+    def ipc_open(self, handle: bytes) -> int: ...
+    def ipc_close(self, address: int) -> None: ...
+    def stream_create(self) -> int: ...
+    def stream_is_done(self, stream: int) -> bool: ...
+    def event_create(self) -> int: ...
+    def event_record(self, event: int, stream: int) -> None: ...
+    def event_wait(self, event: int, stream: int) -> None: ...
+    def copy(self, copies: list[tuple[int, int, int]], stream: int) -> None:
+        """(to, from, bytes) each, in no set order, beside any kernel."""
+        ...
+
+    def write_word(self, stream: int, word: int, value: int) -> None: ...
+    def wait_word(self, stream: int, word: int, value: int) -> None:
+        """Until int32(*word - value) >= 0."""
+        ...
+
+    def schedule(self, mask: MaskView, num_local: int | None) -> int:
+        """New device memory with the mask's prepared schedule; tiles that need keys [0, num_local) only first."""
+        ...
+
+    def forward(self, params: FwdParams, stream: int) -> None:
+        """`params.workspace` is set by the callee; one forward at a time a stream."""
+        ...
+
+    def backward(self, params: BwdParams, stream: int) -> None: ...
+    def sum_parts(self, params: SumPartsParams, stream: int) -> None: ...
+    def sum_rows(self, params: SumRowsParams, stream: int) -> None: ...
+    def merge(self, params: MergeParams, stream: int) -> None: ...
+    def pack(self, params: PackParams, stream: int) -> None: ...
+
+
+class Sm90Device:
+    """The current CUDA device, through libfm3_sm90.so.
+
+    Args:
+        library: as `paddle_fm3._native.sm90_library()` gives it.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = declare(library)
+        self._workspaces: dict[tuple[str, int], tuple[int, int]] = {}  # (direction, stream) -> address, bytes
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if getattr(self._library, f"fm3_sm90_{name}")(*arguments) != 0:
+            raise DeviceError(self._library.fm3_sm90_last_error().decode())
+
+    def _new(self, name: str, *arguments: Any) -> int:
+        out = ctypes.c_void_p()
+        self._call(name, *arguments, ctypes.byref(out))
+        return out.value or 0
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    def malloc(self, num_bytes: int) -> int:
+        return self._new("malloc", max(num_bytes, 1))
+
+    def free(self, address: int) -> None:
+        self._call("free", address)
+
+    def upload(self, array: NDArray[Any]) -> int:
+        dense = np.ascontiguousarray(array)
+        address = self.malloc(dense.nbytes)
+        if dense.nbytes:
+            stream = self.stream_create()
+            self.copy([(address, dense.ctypes.data, dense.nbytes)], stream)
+            while not self.stream_is_done(stream):
+                pass
+            self._call("stream_destroy", stream)
+        return address
+
+    def host_register(self, address: int, num_bytes: int) -> int:
+        return self._new("host_register", address, num_bytes)
+
+    def host_unregister(self, address: int) -> None:
+        self._call("host_unregister", address)
+
+    def ipc_export(self, address: int) -> bytes:
+        handle = ctypes.create_string_buffer(IPC_HANDLE_BYTES)
+        self._call("ipc_export", address, handle)
+        return handle.raw
+
+    def ipc_open(self, handle: bytes) -> int:
+        return self._new("ipc_open", ctypes.create_string_buffer(handle, IPC_HANDLE_BYTES))
+
+    def ipc_close(self, address: int) -> None:
+        self._call("ipc_close", address)
+
+    # --- streams ---------------------------------------------------------------------------------
+
+    def stream_create(self) -> int:
+        return self._new("stream_create")
+
+    def stream_is_done(self, stream: int) -> bool:
+        is_done = ctypes.c_int32()
+        self._call("stream_is_done", stream, ctypes.byref(is_done))
+        return bool(is_done.value)
+
+    def event_create(self, has_time: bool = False) -> int:
+        return self._new("event_create", int(has_time))
+
+    def event_record(self, event: int, stream: int) -> None:
+        self._call("event_record", event, stream)
+
+    def event_wait(self, event: int, stream: int) -> None:
+        self._call("event_wait", event, stream)
+
+    def event_elapsed_ms(self, begin: int, end: int) -> float:
+        """Between two events with time; waits for `end`."""
+        ms = ctypes.c_float()
+        self._call("event_elapsed", begin, end, ctypes.byref(ms))
+        return ms.value
+
+    def copy(self, copies: list[tuple[int, int, int]], stream: int) -> None:
+        count = len(copies)
+        pointers, sizes = ctypes.c_void_p * count, ctypes.c_int64 * count
+        self._call(
+            "copy", pointers(*(c[0] for c in copies)), pointers(*(c[1] for c in copies)),
+            sizes(*(c[2] for c in copies)), count, stream,
+        )  # fmt: skip
+
+    def write_word(self, stream: int, word: int, value: int) -> None:
+        self._call("write_word", stream, word, value & 0xFFFFFFFF)
+
+    def wait_word(self, stream: int, word: int, value: int) -> None:
+        self._call("wait_word", stream, word, value & 0xFFFFFFFF)
+
+    # --- kernels ---------------------------------------------------------------------------------
+
+    def schedule(self, mask: MaskView, num_local: int | None) -> int:
+        schedule = self.malloc(self._library.fm3_sm90_schedule_bytes(ctypes.byref(mask)))
+        stream = self.stream_create()
+        self._call("build_schedule", ctypes.byref(mask), schedule, stream)
+        if num_local is not None:
+            self._call("order_local_first", ctypes.byref(mask), schedule, num_local, stream)
+        while not self.stream_is_done(stream):
+            pass
+        self._call("stream_destroy", stream)
+        return schedule
+
+    def forward(self, params: FwdParams, stream: int) -> None:
+        self._run("fwd", params, stream)
+
+    def backward(self, params: BwdParams, stream: int) -> None:
+        self._run("bwd", params, stream)
+
+    def _run(self, direction: str, params: FwdParams | BwdParams, stream: int) -> None:
+        needed = getattr(self._library, f"fm3_sm90_{direction}_workspace_bytes")(ctypes.byref(params))
+        if needed < 0:
+            raise DeviceError(self._library.fm3_sm90_last_error().decode())
+        address, size = self._workspaces.get((direction, stream), (0, 0))
+        if size < needed:
+            # NOTE: freeing waits for the device; it happens when a larger call than ever before comes.
+            if address:
+                self.free(address)
+            address, size = self.malloc(needed), needed
+            self._workspaces[direction, stream] = address, size
+        params.workspace, params.workspace_bytes = address, size
+        self._call(direction, ctypes.byref(params), stream)
+
+    def sum_parts(self, params: SumPartsParams, stream: int) -> None:
+        self._call("sum_parts", ctypes.byref(params), stream)
+
+    def sum_rows(self, params: SumRowsParams, stream: int) -> None:
+        self._call("sum_rows", ctypes.byref(params), stream)
+
+    def merge(self, params: MergeParams, stream: int) -> None:
+        self._call("merge", ctypes.byref(params), stream)
+
+    def pack(self, params: PackParams, stream: int) -> None:
+        self._call("pack", ctypes.byref(params), stream)

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peer copies inside a node: each rank's copy engines fetch rows from the other ranks' GPU memory.
+
+No multiprocessor takes part, so an attention kernel may hold all of them and wait for rows. A rank tells that a batch
+is ready, and a receiver that it has it, by words in host memory that streams write and wait for (`device_page`).
+Memory is shared through CUDA IPC handles; they and the page's path go through the group's own exchange of small
+records, and nothing is unpickled.
+
+A stream that waits for a word cannot give up by itself. So a thread of each rank looks at the page: when a peer has
+ended, or a batch has waited for longer than the timeout, it writes why, and every rank's thread releases all words.
+Streams then run to their end, with contents that mean nothing, and the next call raises the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paddle_fm3.distributed.device import Device, DeviceError
+from paddle_fm3.distributed.device_page import NUM_READY_WORDS, SignalPage
+from paddle_fm3.distributed.device_transport import DeviceTransport, Ticket
+from paddle_fm3.distributed.transport import TransportError
+
+Record = dict[str, Any]
+ExchangeRecords = Callable[[Record], list[Record]]
+
+_TICK_S = 0.02
+_FAR = 1 << 30  # a released word is so far ahead that no wait to come is behind it
+
+
+class IpcTransport(DeviceTransport):
+    """See the module.
+
+    Args:
+        device: of this rank; several ranks may share one GPU.
+        exchange: hands this rank's small record to all ranks and returns everyone's, by rank. Collective.
+        timeout_s: longest time a batch may wait for a peer.
+
+    Raises:
+        TransportError: the ranks are on several machines, or a rank cannot map the page.
+    """
+
+    raises_words = True
+
+    def __init__(self, device: Device, rank: int, num_ranks: int, exchange: ExchangeRecords, timeout_s: float) -> None:
+        super().__init__(rank, num_ranks)
+        self._device, self._exchange, self._timeout_s = device, exchange, timeout_s
+        self._page = self._open_page()
+        base = device.host_register(self._page.address, self._page.num_bytes)
+        self._base = base
+        self.status_word = base + self._page.status_offset(rank)
+        # Batches whose sends are relayed rows have a stream of their own: they must not hold up the others.
+        self._ready_stream, self._relay_stream, self._pull_stream = (device.stream_create() for _ in range(3))
+        self._begin_event = device.event_create()
+        self._in_events = [device.event_create() for _ in range(NUM_READY_WORDS)]
+        self._buffers: dict[str, int] = {}
+        self._peers: list[dict[str, int]] = [{} for _ in range(num_ranks)]  # by rank: buffer -> address here
+        self._tickets: dict[int, Ticket] = {}  # by number modulo NUM_READY_WORDS
+        self._is_closed = threading.Event()
+        self._watch = threading.Thread(target=self._watch_page, name=f"paddle_fm3-ipc-{rank}", daemon=True)
+        self._watch.start()
+
+    def _open_page(self) -> SignalPage:
+        page = SignalPage.create(self.num_ranks) if self.rank == 0 else None
+        machine = f"{platform.node()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+        namespace = os.readlink("/proc/self/ns/pid")
+        path = str(page.path) if page is not None else None
+        records = self._exchange({"path": path, "machine": machine, "pids": namespace})
+        error = None
+        if len({(r["machine"], r["pids"]) for r in records}) > 1:
+            error = "peer copies work inside one machine and one container; these ranks are in several: use NCCL"
+        elif page is None:
+            try:
+                page = SignalPage(Path(records[0]["path"]), self.rank, self.num_ranks, False)
+            except OSError as failure:
+                error = f"rank {self.rank} cannot map {records[0]['path']}: {failure}"
+        errors = [r["error"] for r in self._exchange({"error": error}) if r["error"]]
+        if page is not None and self.rank == 0:
+            page.unlink()
+        if errors:
+            raise TransportError(errors[0])
+        assert page is not None
+        return page
+
+    # --- the transport ---------------------------------------------------------------------------
+
+    def _register(self, sizes: dict[str, int]) -> dict[str, int]:
+        streams = (self._ready_stream, self._relay_stream, self._pull_stream)
+        while not all(self._device.stream_is_done(stream) for stream in streams):
+            self.check()
+            time.sleep(1e-4)
+        self._exchange({"idle": True})  # nobody reads the old buffers any more
+        self._close_buffers()
+        self._exchange({"closed": True})
+        error, handles = None, {}
+        try:
+            for name, num_bytes in sizes.items():
+                self._buffers[name] = self._device.malloc(num_bytes)
+                handles[name] = self._device.ipc_export(self._buffers[name]).hex()
+        except DeviceError as failure:
+            error = f"rank {self.rank} cannot share {sum(sizes.values())} bytes: {failure}"
+        records = self._exchange({"error": error, "handles": handles})
+        errors = [record["error"] for record in records if record["error"]]
+        if not errors:
+            try:
+                for peer, record in enumerate(records):
+                    if peer != self.rank:
+                        self._peers[peer] = {
+                            name: self._device.ipc_open(bytes.fromhex(handle))
+                            for name, handle in record["handles"].items()
+                        }
+            except DeviceError as failure:
+                errors = [f"rank {self.rank} cannot reach the memory of rank {peer}: {failure}"]
+        errors = [r["error"] for r in self._exchange({"error": errors[0] if errors else None}) if r["error"]]
+        if errors:
+            raise TransportError(errors[0])
+        return dict(self._buffers)
+
+    def _post(self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int] | None) -> None:
+        device, number = self._device, ticket.number
+        value = number + 1  # words are 0 at first
+        device.event_record(self._begin_event, stream)
+        ready_stream = self._relay_stream if after else self._ready_stream
+        device.event_wait(self._begin_event, ready_stream)
+        for earlier in after:
+            device.event_wait(self._in_event(earlier), ready_stream)
+        device.write_word(ready_stream, self._base + self._page.ready_offset(self.rank, number), value)
+        device.event_wait(self._begin_event, self._pull_stream)
+        peers = {piece.peer for piece in ticket.batch.recvs}
+        for peer in sorted(peers, key=lambda peer: (peer - self.rank) % self.num_ranks):  # not all from one at once
+            device.wait_word(self._pull_stream, self._base + self._page.ready_offset(peer, number), value)
+            device.copy(
+                [
+                    (self._buffers[p.buffer] + p.offset, self._peers[peer][p.peer_buffer] + p.peer_offset, p.num_bytes)
+                    for p in ticket.batch.recvs
+                    if p.peer == peer
+                ],
+                self._pull_stream,
+            )
+        if word is not None:
+            device.write_word(self._pull_stream, *word)
+        device.write_word(self._pull_stream, self._base + self._page.pulled_offset(self.rank), value)
+        device.event_record(self._in_events[number % NUM_READY_WORDS], self._pull_stream)
+        self._tickets[number % NUM_READY_WORDS] = ticket
+
+    def _in_event(self, ticket: Ticket) -> int:
+        if self._tickets.get(ticket.number % NUM_READY_WORDS) is not ticket:
+            raise TransportError(f"{ticket.batch.name!r} was posted more than {NUM_READY_WORDS} batches ago")
+        return self._in_events[ticket.number % NUM_READY_WORDS]
+
+    def _wait(self, ticket: Ticket, stream: int) -> None:
+        self._device.event_wait(self._in_event(ticket), stream)
+
+    def _wait_sent(self, ticket: Ticket, stream: int) -> None:
+        for peer in {piece.peer for piece in ticket.batch.sends}:
+            self._device.wait_word(stream, self._base + self._page.pulled_offset(peer), ticket.number + 1)
+
+    # --- failure ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        failure = self._page.failure
+        if failure is not None:
+            raise TransportError(failure)
+        if self._is_closed.is_set():
+            raise TransportError("the transport is closed")
+
+    def fail(self, reason: str) -> None:
+        self._page.fail(f"rank {self.rank} of {self.num_ranks} stopped: {reason}")
+        self._page.release(self._num_posts + _FAR)
+
+    def close(self) -> None:
+        if self._is_closed.is_set():
+            return
+        self._is_closed.set()
+        self._watch.join()
+        self._close_buffers()
+        self._device.host_unregister(self._page.address)
+        self._page.close()
+
+    def _close_buffers(self) -> None:
+        for buffers in self._peers:
+            for address in buffers.values():
+                self._device.ipc_close(address)
+        for address in self._buffers.values():
+            self._device.free(address)
+        self._buffers, self._peers = {}, [{} for _ in range(self.num_ranks)]
+
+    def _watch_page(self) -> None:
+        watched, since_s = -1, 0.0
+        while not self._is_closed.wait(_TICK_S):
+            if self._page.failure is not None:
+                self._page.release(self._num_posts + _FAR)
+                continue
+            ended = [r for r in range(self.num_ranks) if r != self.rank and self._page.has_ended(r)]
+            if ended:
+                self._give_up(f"the process of rank {', '.join(map(str, ended))} has ended")
+                continue
+            gave_up_row = self._page.word(self._page.status_offset(self.rank))
+            if gave_up_row:
+                self._give_up(f"its attention kernel waited too long for key row {gave_up_row - 1}")
+                continue
+            number = self._page.word(self._page.pulled_offset(self.rank))
+            is_waiting = number < self._num_posts and self._is_ready(self.rank, number)
+            if not is_waiting or number != watched:
+                watched, since_s = number if is_waiting else -1, time.monotonic()
+            elif time.monotonic() - since_s > self._timeout_s:
+                self._give_up(self._why_waiting(number))
+
+    def _is_ready(self, rank: int, number: int) -> bool:
+        return self._page.word(self._page.ready_offset(rank, number)) >= number + 1
+
+    def _why_waiting(self, number: int) -> str:
+        ticket = self._tickets[number % NUM_READY_WORDS]
+        silent = sorted({p.peer for p in ticket.batch.recvs if not self._is_ready(p.peer, number)})
+        what = f"gave up on '{ticket.batch.name}' after {self._timeout_s:g} s: "
+        if silent:
+            return what + f"nothing came from rank {', '.join(map(str, silent))} (stalled)"
+        return what + "the copies do not end"
+
+    def _give_up(self, reason: str) -> None:
+        self._page.fail(f"rank {self.rank} of {self.num_ranks}: {reason}")

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows between GPUs through NCCL, by a Paddle process group: grouped sends and receives on a stream of our own.
+
+The group's calls are made "on the calculation stream" while a guard makes our stream that one, so that what precedes
+and what follows a batch is said by events alone: nothing waits for the device. All batches share the stream and leave
+in the order of their posts, which is the same on every rank.
+
+NCCL's kernels cannot be called back. A watchdog thread therefore reads from host memory how many batches are done (the
+stream writes it there) and listens to the host connections of the group. When a rank is lost, or nothing has come for
+the timeout, it says so on every rank; a process that is still held by a transfer some seconds later is ended, because
+nothing else would end it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import threading
+import time
+from collections import deque
+
+import numpy as np
+import paddle
+
+from paddle_fm3 import _paddle
+from paddle_fm3.distributed.device import Device
+from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Piece, Ticket
+from paddle_fm3.distributed.transport import TcpTransport, TransportError
+
+NUM_EVENTS = 512  # reused in turn; a wait for an old batch then waits for a later one as well, which is as right
+POLL_S = 0.05
+EXIT_GRACE_S = 5.0  # for the program to meet the error by itself
+EXIT_STATUS = 70
+_ALIVE_PHASE = 0xFFFFFFFF  # of a message that no rank ever sends: that it cannot come any more is the news
+
+
+class NcclTransport(DeviceTransport):
+    """See the module. Collective: every rank of the group makes one.
+
+    Args:
+        group: a Paddle group over NCCL, this process in it.
+        device: of this process.
+        control: host connections between the same ranks; only failures travel there.
+        timeout_s: longest time in which no posted batch gets done.
+    """
+
+    def __init__(
+        self, group: paddle.distributed.collective.Group, device: Device, control: TcpTransport, timeout_s: float
+    ) -> None:
+        super().__init__(group.rank, group.nranks)
+        self._process_group = group.process_group
+        self._device = device
+        self._control = control
+        self._timeout_s = timeout_s
+        self._buffers: dict[str, paddle.Tensor] = {}  # uint8 [bytes]
+        self._slices: dict[tuple[str, int, int], paddle.Tensor] = {}
+        self._stream = _paddle.new_stream(is_urgent=True)  # where both wait for room, its blocks go first
+        self._events = [device.event_create() for _ in range(NUM_EVENTS)]
+        self._start_event = device.event_create()
+        self._page = mmap.mmap(-1, mmap.PAGESIZE)
+        self._num_done = np.frombuffer(self._page, np.uint32)[:1]
+        self._word = device.host_register(self._num_done.ctypes.data, mmap.PAGESIZE)
+        self._names: deque[tuple[int, Batch]] = deque()  # posted and perhaps not done, for the watchdog
+        self._was_raised = False
+        for peer in range(self.num_ranks):
+            if peer != self.rank:
+                control.post_recv(peer, _ALIVE_PHASE, 0, [memoryview(bytearray(1))], lambda _: None)
+        # The group's communicator is made by its first collective; inside a batch that would hang.
+        first = paddle.to_tensor(np.zeros(1, np.float32))
+        self._process_group.all_reduce(first, paddle.distributed.ReduceOp.SUM, True).wait()
+        threading.Thread(target=self._watch, name=f"paddle_fm3-nccl-watch-{self.rank}", daemon=True).start()
+
+    def check(self) -> None:
+        if self._control.failure is not None:
+            self._was_raised = True
+            raise TransportError(self._control.failure)
+
+    def fail(self, reason: str) -> None:
+        self._control.fail(reason)
+
+    def _register(self, sizes: dict[str, int]) -> dict[str, int]:
+        self._buffers = {name: paddle.empty([max(size, 1)], "uint8") for name, size in sizes.items()}
+        self._slices = {}
+        return {name: buffer.data_ptr() for name, buffer in self._buffers.items()}
+
+    def _post(self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int] | None) -> None:
+        batch, side = ticket.batch, self._stream.cuda_stream
+        self._device.event_record(self._start_event, stream)
+        self._device.event_wait(self._start_event, side)
+        if batch.sends or batch.recvs:
+            with _paddle.on_stream(self._stream), _paddle.grouped_p2p(self._process_group):
+                for piece in batch.sends:
+                    self._process_group.send_on_calc_stream(self._slice(piece), piece.peer)
+                for piece in batch.recvs:
+                    self._process_group.recv_on_calc_stream(self._slice(piece), piece.peer)
+        self._device.event_record(self._events[ticket.number % NUM_EVENTS], side)
+        self._names.append((ticket.number, batch))
+        self._device.write_word(side, self._word, ticket.number + 1)
+
+    def _wait(self, ticket: Ticket, stream: int) -> None:
+        self._device.event_wait(self._events[ticket.number % NUM_EVENTS], stream)
+
+    _wait_sent = _wait  # a batch is done as a whole
+
+    def _slice(self, piece: Piece) -> paddle.Tensor:
+        """The piece's bytes of the buffer itself, not a copy."""
+        key = (piece.buffer, piece.offset, piece.num_bytes)
+        part = self._slices.get(key)
+        if part is None:
+            buffer = self._buffers[piece.buffer]
+            part = buffer[piece.offset : piece.offset + piece.num_bytes]
+            if part.data_ptr() != buffer.data_ptr() + piece.offset:
+                raise TransportError("this Paddle copies where it slices; FLAGS_use_stride_kernel must be on")
+            self._slices[key] = part
+        return part
+
+    # --- watchdog thread -------------------------------------------------------------------------
+
+    def _num_open(self) -> int:
+        """Batches posted and not done. The counter is 32 bits wide and may wrap."""
+        return (self._num_posts - int(self._num_done[0])) & 0xFFFFFFFF
+
+    def _watch(self) -> None:
+        last, since_s = -1, time.monotonic()
+        while self._control.failure is None:
+            done = int(self._num_done[0])
+            if done != last or not self._num_open():
+                last, since_s = done, time.monotonic()
+                while self._names and (self._names[0][0] - done) & 0x80000000:
+                    self._names.popleft()
+            elif time.monotonic() - since_s > self._timeout_s:
+                self._control.fail(self._stalled())
+            time.sleep(POLL_S)
+        self._end_process_if_held()
+
+    def _stalled(self) -> str:
+        _, batch = self._names[0]
+        peers = sorted({piece.peer for piece in (*batch.sends, *batch.recvs)})
+        return (
+            f"rank {self.rank} of {self.num_ranks} gave up on {batch.name!r}: no transfer was done for "
+            f"{self._timeout_s:g} s; it needs rank {', '.join(map(str, peers)) or 'none'} (dead or stalled)"
+        )
+
+    def _end_process_if_held(self) -> None:
+        time.sleep(EXIT_GRACE_S)
+        if not self._num_open():
+            return
+        if not self._was_raised:
+            print(f"context parallelism: {self._control.failure}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(EXIT_STATUS)

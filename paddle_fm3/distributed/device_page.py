@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SignalPage: words in host memory that all processes of a node and their GPUs write and wait for.
+
+Host memory, not a GPU's: a rank can then see what the others have done without a CUDA call, release what hangs, and
+read why, also after the process that wrote it has ended.
+
+    name           written by                        waited for by              then it is safe to
+    ready[r][n]    rank r's stream, batch n          streams that copy from r   read the sends of batch n of rank r
+    pulled[r]      rank r's stream, after its copies streams of any rank        overwrite sends up to that batch
+    status[r]      rank r's kernel, giving up        -                          -
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+from pathlib import Path
+
+import numpy as np
+
+NUM_READY_WORDS = 1024  # more than the batches that can be under way: buffers are reused after a few
+_HEAD_BYTES, _RANK_BYTES = 4096, 8192
+_PULLED, _STATUS, _PID, _STARTED, _CLOSED = 4096, 4160, 4224, 4232, 4240  # in a rank's part
+_REASON_AT, _MAX_REASON_BYTES = 64, 2048
+_FOLDER = Path("/dev/shm")
+
+
+class SignalPage:
+    """One rank's mapping of the page.
+
+    Attributes:
+        path: the file behind it until `unlink`.
+        num_bytes, address: of the mapping, for cudaHostRegister.
+    """
+
+    def __init__(self, path: Path, rank: int, num_ranks: int, is_new: bool) -> None:
+        self.path, self.rank, self.num_ranks = path, rank, num_ranks
+        self.num_bytes = _HEAD_BYTES + num_ranks * _RANK_BYTES
+        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if is_new else 0) | os.O_NOFOLLOW
+        self._file = os.open(path, flags, 0o600)
+        if is_new:
+            os.ftruncate(self._file, self.num_bytes)
+        self._map = mmap.mmap(self._file, self.num_bytes)
+        self._bytes = np.frombuffer(self._map, np.uint8)
+        self._words = self._bytes.view(np.uint32)
+        self.address = self._bytes.ctypes.data
+        self._words64 = self._bytes.view(np.uint64)
+        self._words64[(self._base(rank) + _STARTED) // 8] = start_time(os.getpid())
+        self._words64[(self._base(rank) + _PID) // 8] = os.getpid()
+
+    @classmethod
+    def create(cls, num_ranks: int) -> SignalPage:
+        """Rank 0's; the others open it by its path."""
+        return cls(_FOLDER / f"paddle_fm3-{secrets.token_hex(16)}", 0, num_ranks, True)
+
+    def unlink(self) -> None:
+        """Once all ranks have opened it: no name is left behind, whatever happens later."""
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+
+    def _base(self, rank: int) -> int:
+        return _HEAD_BYTES + rank * _RANK_BYTES
+
+    # --- words: offsets for streams, values for the host -----------------------------------------
+
+    def ready_offset(self, rank: int, number: int) -> int:
+        return self._base(rank) + number % NUM_READY_WORDS * 4
+
+    def pulled_offset(self, rank: int) -> int:
+        return self._base(rank) + _PULLED
+
+    def status_offset(self, rank: int) -> int:
+        return self._base(rank) + _STATUS
+
+    def word(self, offset: int) -> int:
+        return int(self._words[offset // 4])
+
+    def release(self, value: int) -> None:
+        """Every wait for a value up to `value` ends, on every rank."""
+        for rank in range(self.num_ranks):
+            begin = self._base(rank) // 4
+            self._words[begin : begin + NUM_READY_WORDS] = value
+            self._words[self.pulled_offset(rank) // 4] = value
+
+    # --- ranks -----------------------------------------------------------------------------------
+
+    def has_ended(self, rank: int) -> bool:
+        """The rank's process is gone and had not closed its transport."""
+        pid, started = (int(self._words64[(self._base(rank) + at) // 8]) for at in (_PID, _STARTED))
+        return pid != 0 and not self.has_closed(rank) and start_time(pid) != started
+
+    def has_closed(self, rank: int) -> bool:
+        return self.word(self._base(rank) + _CLOSED) != 0
+
+    def close(self) -> None:
+        self._words[(self._base(self.rank) + _CLOSED) // 4] = 1
+        os.close(self._file)
+
+    # --- failure ---------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> str | None:
+        """Why the transport has ended; the same text on every rank."""
+        num_bytes = self.word(0)
+        return None if num_bytes == 0 else bytes(self._bytes[_REASON_AT : _REASON_AT + num_bytes]).decode()
+
+    def fail(self, reason: str) -> None:
+        """The first reason stays."""
+        text = reason.encode()[:_MAX_REASON_BYTES].decode(errors="ignore").encode()
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        try:
+            if self.word(0) == 0:
+                self._bytes[_REASON_AT : _REASON_AT + len(text)] = np.frombuffer(text, np.uint8)
+                self._words[0] = len(text)
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+
+def start_time(pid: int) -> int:
+    """When the process began, in clock ticks since boot; 0 if there is none, or only its remains."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows between the GPUs of a group: what a transport must do, and the book that refuses misuse.
+
+A transport moves *batches* between *registered buffers*. The host only enqueues; what comes before what is said by
+streams. Two exist: peer copies inside a node (`device_ipc`), and NCCL through Paddle's groups (`device_nccl`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paddle_fm3.distributed.transport import TransportError
+
+BUFFER_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Contiguous bytes of one message, here and at the peer."""
+
+    peer: int
+    buffer: str  # a registered buffer of this rank
+    offset: int  # in bytes
+    num_bytes: int
+    peer_buffer: str
+    peer_offset: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What all ranks post together. Two ranks list the pieces between them in the same order."""
+
+    name: str  # for errors and traces: "K/V rows stage 2 hop 0"
+    sends: tuple[Piece, ...] = ()
+    recvs: tuple[Piece, ...] = ()
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A posted batch."""
+
+    batch: Batch
+    number: int  # of posts before it; the same on every rank
+    owner: DeviceTransport = field(repr=False)
+
+
+class DeviceTransport:
+    """Base of all transports: checks every call, counts bytes, and hands on to the methods with an underscore.
+
+    Attributes:
+        raises_words: `post` can write a device word once a batch is in.
+        status_word: device address of a word that a kernel sets when it gives up waiting; None without.
+        sent_bytes, received_bytes: payload by peer, counted when posted.
+    """
+
+    raises_words = False
+    status_word: int | None = None
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self.sent_bytes, self.received_bytes = [0] * num_ranks, [0] * num_ranks
+        self._sizes: dict[str, int] = {}
+        self._num_posts = 0
+
+    # --- for the executor ------------------------------------------------------------------------
+
+    def register(self, sizes: dict[str, int]) -> dict[str, int]:
+        """Buffers of these bytes, by name; addresses. Collective, with the same names everywhere.
+
+        Called again to grow: earlier addresses are void then, and everything posted before must have run.
+
+        Raises:
+            TransportError: a rank was lost, or the device refused.
+        """
+        self.check()
+        addresses = self._register(sizes)
+        for name, address in addresses.items():
+            if address % BUFFER_ALIGNMENT:
+                raise TransportError(f"buffer {name!r} is at {address:#x}, not a multiple of {BUFFER_ALIGNMENT}")
+        self._sizes = dict(sizes)
+        return addresses
+
+    def post(
+        self, batch: Batch, stream: int, after: tuple[Ticket, ...] = (), word: tuple[int, int] | None = None
+    ) -> Ticket:
+        """Enqueues a batch. Every rank posts the same batches, with or without pieces, in the same order.
+
+        Args:
+            stream: what is enqueued on it so far writes the sends, and is the last to touch the recvs' memory.
+            after: tickets whose recvs this batch sends on.
+            word: (address, value) to write once the recvs are in; only if `raises_words`.
+
+        Raises:
+            TransportError: misuse, or a failure known by now.
+        """
+        self.check()
+        for piece in (*batch.sends, *batch.recvs):
+            self._check_piece(batch, piece)
+        for ticket in after:
+            self._check_ticket(ticket, "post after")
+        if word is not None and not self.raises_words:
+            raise TransportError(f"post of {batch.name!r}: {type(self).__name__} cannot write device words")
+        ticket = Ticket(batch, self._num_posts, self)
+        self._num_posts += 1
+        self._post(ticket, stream, after, word)
+        for piece in batch.sends:
+            self.sent_bytes[piece.peer] += piece.num_bytes
+        for piece in batch.recvs:
+            self.received_bytes[piece.peer] += piece.num_bytes
+        return ticket
+
+    def wait(self, ticket: Ticket, stream: int) -> None:
+        """Work enqueued on `stream` from now on sees the recvs of the batch."""
+        self._check_ticket(ticket, "wait")
+        self._wait(ticket, stream)
+
+    def wait_sent(self, ticket: Ticket, stream: int) -> None:
+        """Work enqueued on `stream` from now on may overwrite the sends of the batch."""
+        self._check_ticket(ticket, "wait_sent")
+        self._wait_sent(ticket, stream)
+
+    def check(self) -> None:
+        """Raises TransportError if a failure is known. Looks at host memory only."""
+
+    def fail(self, reason: str) -> None:
+        """Ends the transport on every rank: what waits is released, later calls raise. The first reason stays."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Frees what the transport holds; everything posted must have run."""
+
+    # --- for transports --------------------------------------------------------------------------
+
+    def _register(self, sizes: dict[str, int]) -> dict[str, int]:
+        raise NotImplementedError
+
+    def _post(self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int] | None) -> None:
+        raise NotImplementedError
+
+    def _wait(self, ticket: Ticket, stream: int) -> None:
+        raise NotImplementedError
+
+    def _wait_sent(self, ticket: Ticket, stream: int) -> None:
+        raise NotImplementedError
+
+    def _check_ticket(self, ticket: Ticket, what: str) -> None:
+        if not isinstance(ticket, Ticket) or ticket.owner is not self:
+            raise TransportError(f"{what}: {ticket!r} was not posted on this transport")
+
+    def _check_piece(self, batch: Batch, piece: Piece) -> None:
+        size = self._sizes.get(piece.buffer)
+        if not 0 <= piece.peer < self.num_ranks or piece.peer == self.rank:
+            raise TransportError(f"post of {batch.name!r}: peer {piece.peer} of rank {self.rank} of {self.num_ranks}")
+        if size is None or piece.peer_buffer not in self._sizes:
+            raise TransportError(
+                f"post of {batch.name!r}: buffer {piece.buffer!r} or {piece.peer_buffer!r} is not registered"
+            )
+        if piece.num_bytes <= 0 or piece.offset < 0 or piece.offset + piece.num_bytes > size:
+            raise TransportError(
+                f"post of {batch.name!r}: bytes [{piece.offset}, {piece.offset + piece.num_bytes}) are not inside "
+                f"buffer {piece.buffer!r} of {size}"
+            )

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of `distributed.device.Device` on the CPU: streams whose work runs in any order that events, words and each
+stream's own order allow, over real memory that is NaN until written. A missing wait shows as a wrong number.
+
+All ranks live in one process and share one FakeWorld; `run` then executes what they have enqueued, in a random order
+drawn from a seed. float16 only, which NumPy has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paddle_fm3._c_api import BwdParams, DType, FwdParams, MaskView, Strides
+from paddle_fm3._device_api import MergeParams, PackParams, SumPartsParams, SumRowsParams
+from paddle_fm3.testing import native_call
+
+_ALIGNMENT = 256
+
+
+class Deadlock(RuntimeError):
+    """Work is left and none of it may run; the message lists what each stream waits for."""
+
+
+@dataclass(eq=False)
+class _Op:
+    what: str
+    is_ready: Callable[[], bool]
+    run: Callable[[], None]
+
+
+class FakeWorld:
+    """Streams and events of all ranks. Thread-safe."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._lock = threading.RLock()
+        self._streams: list[deque[_Op]] = []
+        self._recorded: list[int] = []  # by event: records enqueued
+        self._done: list[set[int]] = []  # by event: those that have run; a wait means one record, as in CUDA
+        self._memory: list[NDArray[np.uint8]] = []
+        self.num_run = 0
+
+    def new_stream(self) -> int:
+        with self._lock:
+            self._streams.append(deque())
+            return len(self._streams)  # 0 is the default stream, which nothing here may use
+
+    def enqueue(
+        self, stream: int, what: str, run: Callable[[], None], is_ready: Callable[[], bool] | None = None
+    ) -> None:
+        with self._lock:
+            self._streams[stream - 1].append(_Op(what, is_ready or (lambda: True), run))
+
+    def new_event(self) -> int:
+        with self._lock:
+            self._recorded.append(0)
+            self._done.append(set())
+            return len(self._recorded)
+
+    def record(self, event: int, stream: int) -> None:
+        with self._lock:
+            self._recorded[event - 1] += 1
+            version = self._recorded[event - 1]
+            self.enqueue(stream, f"record event {event}", lambda: self._done[event - 1].add(version))
+
+    def wait(self, event: int, stream: int) -> None:
+        with self._lock:
+            version = self._recorded[event - 1]
+            if version == 0:
+                return  # never recorded: nothing to wait for
+            self.enqueue(stream, f"wait event {event}", lambda: None, lambda: version in self._done[event - 1])
+
+    def is_done(self, stream: int) -> bool:
+        """Whether the stream is empty; if not, something somewhere is run first."""
+        with self._lock:
+            self._step()
+            return not self._streams[stream - 1]
+
+    def run(self, timeout_s: float = 5.0) -> None:
+        """Executes everything.
+
+        Raises:
+            Deadlock: for timeout_s nothing could run.
+        """
+        since_s = time.monotonic()
+        while any(self._streams):
+            if self._step():
+                since_s = time.monotonic()
+            elif time.monotonic() - since_s > timeout_s:
+                heads = [f"stream {at + 1}: {ops[0].what}" for at, ops in enumerate(self._streams) if ops]
+                raise Deadlock("; ".join(heads))
+            else:
+                time.sleep(1e-3)
+
+    def _step(self) -> bool:
+        with self._lock:
+            ready = [ops for ops in self._streams if ops and ops[0].is_ready()]
+            if not ready:
+                return False
+            self._random.choice(ready).popleft().run()
+            self.num_run += 1
+            return True
+
+    def new_memory(self, num_bytes: int) -> int:
+        array = np.full(num_bytes + _ALIGNMENT, 0xFF, np.uint8)  # NaN in every float format
+        with self._lock:
+            self._memory.append(array)
+        return -(-array.ctypes.data // _ALIGNMENT) * _ALIGNMENT
+
+    def rank_device(self) -> FakeDevice:
+        return FakeDevice(self)
+
+
+def view(address: int, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """Memory at an address as an array."""
+    count = int(np.prod(shape))
+    if count == 0:
+        return np.empty(shape, dtype)
+    raw = (ctypes.c_uint8 * (count * np.dtype(dtype).itemsize)).from_address(address)
+    return np.frombuffer(raw, dtype).reshape(shape)
+
+
+def _tensor(address: int | None, b: int, s: int, h: int, d: int, strides: Strides) -> NDArray[np.float16]:
+    """A strided [b, s, h, d] view."""
+    if address is None or b * s * h * d == 0:
+        return np.empty((b, s, h, d), np.float16)
+    span = (b - 1) * strides.b + (s - 1) * strides.s + (h - 1) * strides.h + d
+    flat = view(address, (span,), np.float16)
+    steps = (strides.b * 2, strides.s * 2, strides.h * 2, 2)
+    return np.lib.stride_tricks.as_strided(flat, (b, s, h, d), steps)
+
+
+class FakeDevice:
+    """One rank's device."""
+
+    def __init__(self, world: FakeWorld) -> None:
+        self.world = world
+        self.num_copied_bytes = 0
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    def malloc(self, num_bytes: int) -> int:
+        return self.world.new_memory(max(num_bytes, 1))
+
+    def free(self, address: int) -> None:
+        pass
+
+    def upload(self, array: NDArray[Any]) -> int:
+        address = self.malloc(array.nbytes)
+        view(address, array.shape, array.dtype)[...] = array
+        return address
+
+    def host_register(self, address: int, num_bytes: int) -> int:
+        return address
+
+    def host_unregister(self, address: int) -> None:
+        pass
+
+    def ipc_export(self, address: int) -> bytes:
+        return address.to_bytes(64, "little")
+
+    def ipc_open(self, handle: bytes) -> int:
+        return int.from_bytes(handle, "little")
+
+    def ipc_close(self, address: int) -> None:
+        pass
+
+    # --- streams ---------------------------------------------------------------------------------
+
+    def stream_create(self) -> int:
+        return self.world.new_stream()
+
+    def stream_is_done(self, stream: int) -> bool:
+        return self.world.is_done(stream)
+
+    def event_create(self) -> int:
+        return self.world.new_event()
+
+    def event_record(self, event: int, stream: int) -> None:
+        self.world.record(event, stream)
+
+    def event_wait(self, event: int, stream: int) -> None:
+        self.world.wait(event, stream)
+
+    def copy(self, copies: list[tuple[int, int, int]], stream: int) -> None:
+        def run() -> None:
+            for to, source, num_bytes in copies:
+                ctypes.memmove(to, source, num_bytes)
+                self.num_copied_bytes += num_bytes
+
+        self.world.enqueue(stream, "copy", run)
+
+    def write_word(self, stream: int, word: int, value: int) -> None:
+        def run() -> None:
+            ctypes.c_uint32.from_address(word).value = value
+
+        self.world.enqueue(stream, f"write word {word:#x}", run)
+
+    def wait_word(self, stream: int, word: int, value: int) -> None:
+        self.world.enqueue(stream, f"wait word {word:#x} >= {value}", lambda: None, lambda: _reached(word, value))
+
+    # --- kernels ---------------------------------------------------------------------------------
+
+    def schedule(self, mask: MaskView, num_local: int | None) -> int:
+        return 0
+
+    def forward(self, params: FwdParams, stream: int) -> None:
+        params = FwdParams.from_buffer_copy(params)  # what the call holds now counts, as in C
+        ready = params.ready_rows
+
+        def run() -> None:
+            q, k, v, out = (_of(params, name) for name in ("q", "k", "v", "out"))
+            shape = params.shape
+            lse = view(params.lse or 0, (shape.b, shape.h_q, shape.s_q), np.float32)
+            if q.size:
+                out[...], lse[...] = native_call.forward(*map(_f32, (q, k, v)), _mask(params), params.softmax_scale)
+
+        all_rows = params.shape.s_k
+        self.world.enqueue(stream, "forward", run, None if ready is None else lambda: _reached(ready, all_rows))
+
+    def backward(self, params: BwdParams, stream: int) -> None:
+        params = BwdParams.from_buffer_copy(params)
+
+        def run() -> None:
+            q, k, v, out, dout = (_of(params, name) for name in ("q", "k", "v", "out", "dout"))
+            shape = params.shape
+            rows = (shape.b, shape.h_q, shape.s_q)
+            if not q.size:
+                _of(params, "dk")[...], _of(params, "dv")[...] = 0, 0
+                return
+            lse = view(params.lse, rows, np.float32)
+            dlse = None if params.dlse is None else view(params.dlse, rows, np.float32)
+            grads = native_call.backward(
+                *map(_f32, (q, k, v)), _mask(params), _f32(out), lse, _f32(dout), dlse, params.softmax_scale
+            )
+            for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+                _of(params, name)[...] = grad
+
+        self.world.enqueue(stream, "backward", run)
+
+    def sum_parts(self, params: SumPartsParams, stream: int) -> None:
+        params = SumPartsParams.from_buffer_copy(params)
+
+        def run() -> None:
+            parts = [view(params.parts[at], (params.num_elems,), np.float16) for at in range(params.num_parts)]
+            view(params.out, (params.num_elems,), np.float16)[...] = np.sum([_f32(x) for x in parts], axis=0)
+
+        self.world.enqueue(stream, "sum_parts", run)
+
+    def sum_rows(self, params: SumRowsParams, stream: int) -> None:
+        params = SumRowsParams.from_buffer_copy(params)
+
+        def run() -> None:
+            rows = view(params.rows, (params.num_rows, 4), np.int32)
+            entries = view(params.entries, (int(rows[-1, 3]) if len(rows) else 0,), np.int32)
+            elems = params.row_elems
+            dtype = np.float32 if params.is_out_float32 else np.float16
+            for entry in range(params.b):
+                for out_row, part_row, begin, end in rows.tolist():
+                    total = _row(params.part, entry * params.part_stride_b + part_row * elems, elems, np.float16)
+                    for staged in entries[begin:end].tolist():
+                        if staged >= 0:
+                            at = entry * params.narrow_stride_b + staged * elems
+                            total = total + _row(params.narrow, at, elems, np.float16)
+                        else:
+                            at = entry * params.wide_stride_b + (-1 - staged) * elems
+                            total = total + _row(params.wide, at, elems, np.float32)
+                    begin_elem = entry * params.out_stride_b + out_row * elems
+                    view(params.out + begin_elem * np.dtype(dtype).itemsize, (elems,), dtype)[...] = total
+
+        self.world.enqueue(stream, "sum_rows", run)
+
+    def merge(self, params: MergeParams, stream: int) -> None:
+        params = MergeParams.from_buffer_copy(params)
+
+        def run() -> None:
+            shape, rows = (params.b, params.s_q, params.h_q, params.d_v), (params.b, params.h_q, params.s_q)
+            lses = np.stack([view(params.lses[at], rows, np.float32) for at in range(params.num_parts)])
+            outs = np.stack([_f32(view(params.parts[at], shape, np.float16)) for at in range(params.num_parts)])
+            top = lses.max(axis=0)
+            weights = np.exp(lses - np.where(np.isneginf(top), 0, top))  # [parts, b, h, s]
+            total = weights.sum(axis=0)
+            share = (weights / np.where(total > 0, total, 1)).swapaxes(2, 3)[..., None]
+            out = _tensor(params.out, *shape, params.stride_out)
+            out[...] = (np.where(share > 0, outs, 0) * share).sum(axis=0)
+            with np.errstate(divide="ignore"):
+                view(params.lse, rows, np.float32)[...] = np.where(np.isneginf(top), 0, top) + np.log(total)
+
+        self.world.enqueue(stream, "merge", run)
+
+    def pack(self, params: PackParams, stream: int) -> None:
+        params = PackParams.from_buffer_copy(params)
+
+        def run() -> None:
+            size = (params.b, params.s, params.h, params.d)
+            dense = Strides(params.to_stride_b, params.h * params.d, params.d)
+            _tensor(params.to, *size, dense)[...] = _tensor(params.from_, *size, params.stride_from)
+
+        self.world.enqueue(stream, "pack", run)
+
+
+def _reached(word: int, value: int) -> bool:
+    return (ctypes.c_uint32.from_address(word).value - value) % (1 << 32) < 1 << 31
+
+
+def _row(address: int, begin: int, elems: int, dtype: Any) -> NDArray[np.float32]:
+    return _f32(view(address + begin * np.dtype(dtype).itemsize, (elems,), dtype))
+
+
+def _f32(x: NDArray[Any]) -> NDArray[np.float32]:
+    return np.ascontiguousarray(x, np.float32)
+
+
+def _of(params: FwdParams | BwdParams, name: str) -> NDArray[np.float16]:
+    """The tensor of that name; its memory, not a copy."""
+    shape = params.shape
+    assert params.dtype == DType.FLOAT16, "the model knows float16 only"
+    s, h = (shape.s_q, shape.h_q) if name in ("q", "out", "dout", "dq") else (shape.s_k, shape.h_kv)
+    d = shape.d_v if name in ("v", "out", "dout", "dv") else shape.d_qk
+    return _tensor(getattr(params, name), shape.b, s, h, d, getattr(params, f"stride_{name}"))
+
+
+def _mask(params: FwdParams | BwdParams) -> native_call.NativeMask:
+    mask = params.mask
+    num_bounds = {3: 2, 4: 4}[mask.form]
+    bounds = view(mask.bounds, (mask.b, mask.h_mask, mask.s_k, num_bounds), np.int32)
+    tiles = (mask.b, mask.h_mask, -(-mask.s_q // 128), -(-mask.s_k // 128))
+    block_mask = None if mask.block_mask is None else view(mask.block_mask, tiles, np.int32).copy()
+    return native_call.NativeMask.from_bounds(bounds.copy(), False, mask.s_q, block_mask)

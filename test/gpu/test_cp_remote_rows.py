@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward that starts before all keys are there: they come by copy engines from a stream that lags behind."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from paddle_fm3 import _native  # noqa: E402
+from paddle_fm3.distributed.device import Sm90Device  # noqa: E402
+from paddle_fm3.testing import gpu_cp_timing  # noqa: E402
+from paddle_fm3.testing.cases import benchmark_case, resized  # noqa: E402
+from paddle_fm3.testing.gpu_call import GpuMask, Sm90  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not _native.is_built("fm3_sm90"), reason="needs libfm3_sm90.so"),
+]
+
+
+@pytest.fixture(scope="module")
+def device() -> Sm90Device:
+    return Sm90Device(_native.sm90_library())
+
+
+@pytest.mark.parametrize("num_pieces", [1, 5])
+@pytest.mark.parametrize("name", ["8k_full", "8k_causal", "8k_document"])
+def test_keys_are_nan_until_they_arrive(device: Sm90Device, name: str, num_pieces: int) -> None:
+    case = resized(benchmark_case(name), b=1, h_q=8, h_kv=2)
+    late = gpu_cp_timing.LateKeys(device, case, num_local=2000, num_pieces=num_pieces)
+    out, lse = Sm90(device._library).forward(late.q, late.k_full, late.v_full, late.mask)
+    for delay_ms in (0.0, 2.0):
+        late.poison()
+        late.run(delay_ms=delay_ms)
+        torch.cuda.synchronize()
+        assert late.status == 0
+        assert torch.equal(late.out, out) and torch.equal(late.lse, lse)
+
+
+def test_local_tiles_come_first_and_nothing_else_changes(device: Sm90Device) -> None:
+    case = resized(benchmark_case("8k_causal"), b=1, h_q=4, h_kv=4)
+    mask = GpuMask.of(case)
+    q, k, v = (torch.randn(1, 8192, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    plain = Sm90(device._library).forward(q, k, v, mask)
+    schedule = Sm90(device._library).build_schedule(mask)
+    device._call("order_local_first", mask.view, schedule.data_ptr(), 4096, torch.cuda.current_stream().cuda_stream)
+    again = Sm90(device._library).forward(q, k, v, mask, schedule=schedule)
+    assert torch.equal(plain[0], again[0]) and torch.equal(plain[1], again[1])
+    order = gpu_cp_timing.tile_order(schedule, mask)
+    # Causal, 160 columns an item: query tile t needs columns [0, 128 (t + 1)).
+    needs_remote = [(tile + 1) * 128 > 4096 - 160 for tile in order]
+    first_remote = needs_remote.index(True)
+    assert sorted(order) == list(range(64)) and 29 <= first_remote <= 32
+    assert order[:first_remote] == sorted(order[:first_remote], reverse=True)
+    assert order[first_remote:] == sorted(order[first_remote:], reverse=True)
+
+
+def test_keys_that_never_come_end_in_a_status(device: Sm90Device) -> None:
+    case = resized(benchmark_case("8k_full"), b=1, h_q=8, h_kv=2)
+    late = gpu_cp_timing.LateKeys(device, case, num_local=2000, num_pieces=1)
+    late.poison()
+    late.run(delay_ms=0.0, is_sent=False, timeout_us=20_000)
+    torch.cuda.synchronize()  # the kernel ends
+    assert 2000 < late.status <= 8192

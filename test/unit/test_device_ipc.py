@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Peer copies on model devices: misuse raises, and a lost or silent rank ends all waits with one message."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from device_support import Exchanger, Group, on_ranks
+from test_device_execute import make_inputs
+
+from paddle_fm3.distributed.device_ipc import IpcTransport
+from paddle_fm3.distributed.device_page import SignalPage
+from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Piece
+from paddle_fm3.distributed.device_work import DeviceWork
+from paddle_fm3.distributed.planner import PlanOptions, build_plan
+from paddle_fm3.distributed.strategy import STRATEGIES
+from paddle_fm3.distributed.topology import Topology
+from paddle_fm3.distributed.transport import TransportError
+from paddle_fm3.mask import builders
+from paddle_fm3.testing.fake_device import FakeWorld, view
+
+
+class Pair:
+    """Two ranks with a registered buffer "x" of 1024 bytes each, filled with the rank."""
+
+    def __init__(self, timeout_s: float = 20.0) -> None:
+        self.world = FakeWorld(0)
+        exchanger = Exchanger(2)
+
+        def make(rank: int) -> tuple[IpcTransport, int, int]:
+            device = self.world.rank_device()
+            transport = IpcTransport(device, rank, 2, exchanger.of(rank), timeout_s)
+            address = transport.register({"x": 1024})["x"]
+            view(address, (1024,), np.uint8)[...] = rank
+            return transport, device.stream_create(), address
+
+        made = on_ranks(2, make)
+        self.transports, self.streams, self.addresses = zip(*made, strict=True)
+
+    def close(self) -> None:
+        for transport in self.transports:
+            transport.close()
+
+
+@pytest.fixture
+def pair():
+    made = Pair()
+    yield made
+    made.close()
+
+
+def batch(rank: int, num_bytes: int = 256, name: str = "rows") -> Batch:
+    """Each rank sends its first bytes to the other's last ones."""
+    send = Piece(1 - rank, "x", 0, num_bytes, "x", 768)
+    recv = Piece(1 - rank, "x", 768, num_bytes, "x", 0)
+    return Batch(name, (send,), (recv,))
+
+
+def test_bytes_arrive_and_are_counted(pair: Pair) -> None:
+    tickets = [t.post(batch(rank), pair.streams[rank]) for rank, t in enumerate(pair.transports)]
+    for rank, transport in enumerate(pair.transports):
+        transport.wait(tickets[rank], pair.streams[rank])
+        transport.wait_sent(tickets[rank], pair.streams[rank])
+    pair.world.run()
+    for rank, transport in enumerate(pair.transports):
+        assert (view(pair.addresses[rank], (1024,), np.uint8)[768:] == 1 - rank).all()
+        assert transport.sent_bytes[1 - rank] == transport.received_bytes[1 - rank] == 256
+
+
+def test_a_word_is_written_after_the_bytes(pair: Pair) -> None:
+    word = pair.world.new_memory(4)
+    ctypes.c_uint32.from_address(word).value = 0
+    pair.transports[0].post(batch(0), pair.streams[0], word=(word, 7))
+    pair.transports[1].post(batch(1), pair.streams[1])
+    while ctypes.c_uint32.from_address(word).value == 0:
+        assert pair.world._step()
+    assert ctypes.c_uint32.from_address(word).value == 7
+    assert (view(pair.addresses[0], (1024,), np.uint8)[768:] == 1).all()
+
+
+def test_registering_again_gives_larger_buffers(pair: Pair) -> None:
+    for rank, transport in enumerate(pair.transports):
+        transport.post(batch(rank), pair.streams[rank])
+    addresses = on_ranks(2, lambda rank: pair.transports[rank].register({"x": 4096, "y": 512}))
+    assert all(set(found) == {"x", "y"} for found in addresses)
+    big = [Batch("big", (Piece(1 - r, "x", 0, 4096, "x", 0),), ()) for r in range(2)]
+    pair.transports[0].post(big[0], pair.streams[0])
+
+
+@pytest.mark.parametrize(
+    ("piece", "message"),
+    [
+        (Piece(1, "y", 0, 16, "x", 0), "not registered"),
+        (Piece(1, "x", 0, 16, "y", 0), "not registered"),
+        (Piece(1, "x", 1020, 16, "x", 0), r"\[1020, 1036\) are not inside"),
+        (Piece(1, "x", -16, 16, "x", 0), "are not inside"),
+        (Piece(1, "x", 0, 0, "x", 0), "are not inside"),
+        (Piece(0, "x", 0, 16, "x", 0), "peer 0 of rank 0 of 2"),
+        (Piece(2, "x", 0, 16, "x", 0), "peer 2 of rank 0 of 2"),
+    ],
+)
+def test_wrong_pieces_are_refused(pair: Pair, piece: Piece, message: str) -> None:
+    for wrong in (Batch("wrong", (piece,), ()), Batch("wrong", (), (piece,))):
+        with pytest.raises(TransportError, match=message):
+            pair.transports[0].post(wrong, pair.streams[0])
+    assert pair.transports[0].sent_bytes == [0, 0]
+
+
+def test_foreign_tickets_are_refused(pair: Pair) -> None:
+    ticket = pair.transports[1].post(batch(1), pair.streams[1])
+    for call in (pair.transports[0].wait, pair.transports[0].wait_sent):
+        with pytest.raises(TransportError, match="was not posted on this transport"):
+            call(ticket, pair.streams[0])
+    with pytest.raises(TransportError, match="was not posted on this transport"):
+        pair.transports[0].post(batch(0), pair.streams[0], after=(ticket,))
+    pair.transports[0].post(batch(0), pair.streams[0])
+    pair.world.run()
+
+
+def test_a_transport_without_words_says_so() -> None:
+    class Silent(DeviceTransport):
+        pass
+
+    with pytest.raises(TransportError, match="Silent cannot write device words"):
+        Silent(0, 2).post(Batch("rows"), 1, word=(0, 1))
+
+
+def test_a_closed_transport_refuses(pair: Pair) -> None:
+    pair.transports[0].close()
+    with pytest.raises(TransportError, match="is closed"):
+        pair.transports[0].post(batch(0), pair.streams[0])
+
+
+def test_a_silent_rank_is_named_in_time() -> None:
+    pair = Pair(timeout_s=0.5)
+    try:
+        ticket = pair.transports[0].post(batch(0, name="K/V rows stage 1"), pair.streams[0])
+        pair.transports[0].wait(ticket, pair.streams[0])
+        begin_s = time.monotonic()
+        pair.world.run(timeout_s=5.0)  # the stream is let go
+        assert 0.4 < time.monotonic() - begin_s < 3.0
+        texts = []
+        for transport in pair.transports:
+            with pytest.raises(TransportError) as caught:
+                transport.check()
+            texts.append(str(caught.value))
+        assert texts[0] == texts[1]
+        assert texts[0] == (
+            "rank 0 of 2: gave up on 'K/V rows stage 1' after 0.5 s: nothing came from rank 1 (stalled)"
+        )
+        with pytest.raises(TransportError, match="nothing came from rank 1"):
+            pair.transports[1].post(batch(1), pair.streams[1])
+    finally:
+        pair.close()
+
+
+def test_work_before_a_batch_may_take_longer_than_the_timeout() -> None:
+    """The time counts from when this rank's own stream has got there."""
+    pair = Pair(timeout_s=0.3)
+    try:
+        gate = pair.world.new_memory(4)
+        ctypes.c_uint32.from_address(gate).value = 0
+        pair.world.rank_device().wait_word(pair.streams[0], gate, 1)
+        pair.transports[0].post(batch(0), pair.streams[0])
+        end_s = time.monotonic() + 0.8
+        while time.monotonic() < end_s:
+            pair.world._step()
+            time.sleep(1e-3)
+        pair.transports[0].check()
+        ctypes.c_uint32.from_address(gate).value = 1
+        pair.transports[1].post(batch(1), pair.streams[1])
+        pair.world.run()
+        pair.transports[0].check()
+    finally:
+        pair.close()
+
+
+def test_the_first_reason_reaches_every_rank(pair: Pair) -> None:
+    ticket = pair.transports[0].post(batch(0), pair.streams[0])
+    pair.transports[0].wait(ticket, pair.streams[0])
+    pair.transports[1].fail("out of memory")
+    pair.transports[0].fail("something else")
+    pair.world.run()
+    for transport in pair.transports:
+        with pytest.raises(TransportError, match="^rank 1 of 2 stopped: out of memory$"):
+            transport.check()
+
+
+def test_a_kernel_that_gave_up_is_reported(pair: Pair) -> None:
+    ctypes.c_uint32.from_address(pair.transports[1].status_word).value = 4097
+    deadline_s = time.monotonic() + 5
+    with pytest.raises(TransportError, match="rank 1 of 2: its attention kernel waited too long for key row 4096"):
+        while time.monotonic() < deadline_s:
+            pair.transports[0].check()
+            time.sleep(0.01)
+
+
+def test_a_killed_process_is_noticed() -> None:
+    page = SignalPage.create(2)
+    code = (
+        "import sys, time; from pathlib import Path; from paddle_fm3.distributed.device_page import SignalPage\n"
+        "page = SignalPage(Path(sys.argv[1]), 1, 2, False); print('open', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(page.path)], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "open\n"
+            assert not page.has_ended(0) and not page.has_ended(1)
+            other.send_signal(signal.SIGKILL)
+            deadline_s = time.monotonic() + 5
+            while not page.has_ended(1) and time.monotonic() < deadline_s:
+                time.sleep(0.01)  # a zombie counts as ended
+            assert page.has_ended(1)
+        finally:
+            other.kill()
+            page.unlink()
+            page.close()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_bytes_are_the_plan_s(name: str) -> None:
+    num_ranks, b, h_kv, d_qk, d_v = 4, 1, 2, 16, 8
+    mask = builders.causal_document([70, 100, 30, 56])
+    plan = build_plan(
+        mask, num_ranks, topology=Topology.uniform(num_ranks, 2), strategy=name, options=PlanOptions(chunk_rows=16)
+    )
+    group = Group(num_ranks, 0, timeout_s=20.0)
+    try:
+        inputs = make_inputs(np.random.default_rng(0), b, 256, 4, h_kv, d_qk, d_v)
+        group.step(plan, mask, inputs, 0.25)
+        group.world.run()
+        row = h_kv * (d_qk + d_v)  # values
+        gathered = int(plan.gather[:, 5].sum()) * row * 2
+        works = [DeviceWork.of(plan, plan.rank_plan(rank, mask)) for rank in range(num_ranks)]
+        wide = {p.peer_row for w in works for batch in w.reduce for p in batch.sends if p.peer_buffer == "wide"}
+        reduced = sum(
+            piece.num_rows * row * (4 if piece.buffer == "wide" else 2)
+            for work in works for batch in work.reduce for piece in batch.recvs
+        )  # fmt: skip
+        if name in ("fm3_no_hierarchy",):
+            assert not wide  # nothing is relayed, so nothing travels in float32
+        received = [sum(rank.transport.received_bytes) for rank in group.ranks]
+        assert sum(received) == 2 * gathered + reduced  # forward, and again in backward
+        assert sum(sum(rank.transport.sent_bytes) for rank in group.ranks) == sum(received)
+        assert [rank.device.num_copied_bytes for rank in group.ranks] == received
+        rows_moved = sum(p.num_rows for work in works for batch in work.reduce for p in batch.recvs)
+        assert rows_moved == int(plan.reduce[:, 5].sum())
+    finally:
+        group.close()
