@@ -107,6 +107,10 @@ class DeviceAttention:
         self._slot_tickets: list[list[Ticket]] = [[] for _ in range(NUM_SLOTS)]
         self._reduce_tickets: list[Ticket] = []
 
+    def open_tickets(self) -> list[Ticket]:
+        """What the last call has posted, in order."""
+        return [*self._slot_tickets[self._slot], *self._reduce_tickets]
+
     # --- once a mask -----------------------------------------------------------------------------
 
     def prepare(self, work: DeviceWork) -> PreparedWork:
@@ -371,10 +375,13 @@ class DeviceAttention:
                 self.transport.wait(ticket, stream)
 
     def _wait_all_sent(self, tickets: list[Ticket], stream: int) -> None:
-        for ticket in tickets:
-            if ticket.batch.sends:
+        peers: set[int] = set()
+        for ticket in reversed(tickets):  # the last batch to a peer stands for those before it
+            newly = {piece.peer for piece in ticket.batch.sends} - peers
+            if newly:
                 assert self.transport is not None
                 self.transport.wait_sent(ticket, stream)
+                peers |= newly
 
     def _fork(self, stream: int, others: list[int]) -> None:
         """What the others do from now on comes after what `stream` holds so far."""

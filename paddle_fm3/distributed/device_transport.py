@@ -115,7 +115,8 @@ class DeviceTransport:
         self._wait(ticket, stream)
 
     def wait_sent(self, ticket: Ticket, stream: int) -> None:
-        """Work enqueued on `stream` from now on may overwrite the sends of the batch."""
+        """Work enqueued on `stream` from now on may overwrite the sends of this batch, and of earlier ones to its
+        peers."""
         self._check_ticket(ticket, "wait_sent")
         self._wait_sent(ticket, stream)
 

@@ -45,6 +45,7 @@ class FakeWorld:
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._streams: list[deque[_Op]] = []
+        self._weights: list[float] = []  # some streams run far ahead of others
         self._recorded: list[int] = []  # by event: records enqueued
         self._done: list[set[int]] = []  # by event: those that have run; a wait means one record, as in CUDA
         self._memory: list[NDArray[np.uint8]] = []
@@ -53,6 +54,7 @@ class FakeWorld:
     def new_stream(self) -> int:
         with self._lock:
             self._streams.append(deque())
+            self._weights.append(self._random.choice((1.0, 1.0, 100.0)))
             return len(self._streams)  # 0 is the default stream, which nothing here may use
 
     def enqueue(
@@ -104,10 +106,11 @@ class FakeWorld:
 
     def _step(self) -> bool:
         with self._lock:
-            ready = [ops for ops in self._streams if ops and ops[0].is_ready()]
+            ready = [at for at, ops in enumerate(self._streams) if ops and ops[0].is_ready()]
             if not ready:
                 return False
-            self._random.choice(ready).popleft().run()
+            chosen = self._random.choices(ready, [self._weights[at] for at in ready])[0]
+            self._streams[chosen].popleft().run()
             self.num_run += 1
             return True
 

@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ class RankProcess:
         self.exchanges: dict[int, gpu_cp.LoopbackExchange] = {}
         self.wanted: dict[str, dict[str, torch.Tensor]] = {}
         self.full: dict[str, gpu_cp.Inputs] = {}
+        self.stream = torch.cuda.Stream()
+        self._shared: dict[str, Any] = {}
 
     def transport(self, num_ranks: int, timeout_s: float) -> IpcTransport | None:
         if num_ranks == 1:
@@ -55,6 +58,19 @@ class RankProcess:
         if num_ranks not in self.exchanges:
             self.exchanges[num_ranks] = gpu_cp.LoopbackExchange(self.rank, num_ranks, self.config["port"] + num_ranks)
         return IpcTransport(self.device, self.rank, num_ranks, self.exchanges[num_ranks], timeout_s)
+
+    def shared(self, name: str, job: Job, make: Callable[[], Any]) -> Any:
+        """One for all jobs with the same ranks and options."""
+        key = f"{name} {job['num_ranks']} {json.dumps(job['options'], sort_keys=True)}"
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    def shared_transport(self, num_ranks: int) -> IpcTransport:
+        key = f"transport {num_ranks}"
+        if key not in self._shared:
+            self._shared[key] = self.transport(num_ranks, self.config["timeout_s"])
+        return self._shared[key]
 
     def step(self, job: Job, attention: DeviceAttention) -> tuple[gpu_cp.RankStep, torch.Tensor]:
         heads = Heads(**job["heads"])

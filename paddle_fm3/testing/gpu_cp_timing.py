@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from paddle_fm3._c_api import MaskView
+from paddle_fm3._c_api import BwdParams, FwdParams, MaskView
+from paddle_fm3._device_api import MergeParams, PackParams, SumPartsParams, SumRowsParams
 from paddle_fm3.distributed.device import ELEM_BYTES, Sm90Device
+from paddle_fm3.distributed.device_execute import DeviceAttention
+from paddle_fm3.distributed.device_transport import DeviceTransport, Ticket
 from paddle_fm3.testing.cases import AttentionCase
 from paddle_fm3.testing.gpu_call import GpuMask, Sm90
+from paddle_fm3.testing.gpu_cp import relative_errors
 
 _HULL_BYTES, _ENTRY_BYTES = 32, 8  # sm90::ColumnHull, sm90::QueryTileEntry
 
@@ -121,6 +126,126 @@ class LateKeys:
         return {name: float(np.median(found)) for name, found in times.items()}
 
 
+class NoKernels(Sm90Device):
+    """Transfers alone: everything but kernels."""
+
+    def forward(self, params: FwdParams, stream: int) -> None:
+        pass
+
+    def backward(self, params: BwdParams, stream: int) -> None:
+        pass
+
+    def sum_parts(self, params: SumPartsParams, stream: int) -> None:
+        pass
+
+    def sum_rows(self, params: SumRowsParams, stream: int) -> None:
+        pass
+
+    def merge(self, params: MergeParams, stream: int) -> None:
+        pass
+
+    def pack(self, params: PackParams, stream: int) -> None:
+        pass
+
+
+class NoTransfers(DeviceTransport):
+    """Kernels alone: rows are taken to be there already; nothing moves and nothing waits."""
+
+    raises_words = True
+
+    def __init__(self, device: Sm90Device, rank: int, num_ranks: int) -> None:
+        super().__init__(rank, num_ranks)
+        self._device = device
+        self.status_word = device.upload(np.zeros(1, np.uint32))
+
+    def _register(self, sizes: dict[str, int]) -> dict[str, int]:
+        return {name: self._device.malloc(num_bytes) for name, num_bytes in sizes.items()}
+
+    def _post(self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int] | None) -> None:
+        if word is not None:
+            self._device.write_word(stream, *word)
+
+    def _wait(self, ticket: Ticket, stream: int) -> None:
+        pass
+
+    def _wait_sent(self, ticket: Ticket, stream: int) -> None:
+        pass
+
+    def fail(self, reason: str) -> None:
+        raise RuntimeError(reason)
+
+
 def run(process: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """A "time" job of `gpu_cp_rank`."""
-    raise NotImplementedError
+    """A "time" job of `gpu_cp_rank`: ms a call of forward, backward and both, as this rank sees them; the same without
+    transfers, and of the transfers alone. `loops` medians of `calls` calls each, ranks starting each loop together."""
+    num_ranks = job["num_ranks"]
+    ipc = process.shared_transport(num_ranks)
+    moving = process.shared("moving", job, lambda: _attention(process.device, ipc, job))
+    still = process.shared("still", job, lambda: _attention(
+        process.device, NoTransfers(process.device, process.rank, num_ranks), job))  # fmt: skip
+    silent = process.shared("silent", job, lambda: _attention(NoKernels(process.library), ipc, job))
+    result: dict[str, Any] = {}
+    stream = process.stream
+    with torch.cuda.stream(stream):
+        wanted = process.reference(job)
+        step, rows = process.step(job, moving)
+        before = sum(ipc.received_bytes)
+        step.forward()
+        step.backward()
+        result["bytes_received"] = sum(ipc.received_bytes) - before
+        stream.synchronize()
+        result["errors"] = relative_errors(step.results(), wanted, rows)
+        variants = {"": step}
+        for name, attention in (("still_", still), ("transfers_", silent)):
+            variants[name] = step.with_attention(attention)
+            for _ in range(2):
+                variants[name].forward()
+                variants[name].backward()
+        for prefix, variant in variants.items():
+            waits = _Waits(silent, ipc, stream) if variant is variants["transfers_"] else None
+            parts = {
+                "fwd": variant.forward,
+                "bwd": variant.backward,
+                "total": lambda v=variant: (v.forward(), v.backward()),
+            }
+            for part, call in parts.items():
+                if prefix and part == "total":
+                    continue
+                result[f"{prefix}{part}_ms"] = _time_loops(process, num_ranks, job, call, waits, stream)
+        process.exchanges[num_ranks]({"timed": job["name"]})
+    return result
+
+
+def _attention(device: Sm90Device, transport: DeviceTransport, job: dict[str, Any]) -> DeviceAttention:
+    return DeviceAttention(device, transport, timeout_s=20.0, **job["options"])
+
+
+class _Waits:
+    """Makes the timed stream wait for what was posted, where no kernel does."""
+
+    def __init__(self, attention: DeviceAttention, transport: DeviceTransport, stream: torch.cuda.Stream) -> None:
+        self._attention, self._transport, self._stream = attention, transport, stream
+
+    def __call__(self) -> None:
+        for ticket in self._attention.open_tickets():
+            self._transport.wait(ticket, self._stream.cuda_stream)
+
+
+def _time_loops(
+    process: Any, num_ranks: int, job: dict[str, Any], call: Callable[[], Any], waits: Callable[[], None] | None,
+    stream: torch.cuda.Stream,
+) -> list[float]:  # fmt: skip
+    times = []
+    for loop in range(job["loops"] + 1):
+        stream.synchronize()
+        process.exchanges[num_ranks]({"loop": loop})  # together
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(job["calls"]):
+            call()
+            if waits is not None:
+                waits()
+        end.record()
+        end.synchronize()
+        times.append(round(begin.elapsed_time(end) / job["calls"], 5))
+    return times[1:]

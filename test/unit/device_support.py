@@ -105,7 +105,10 @@ class Group:
             if rank.transport is not None:
                 rank.transport.close()
 
-    def step(self, plan: CpPlan, mask: ColumnMask, inputs: dict[str, np.ndarray], scale: float, **options: Any) -> Any:
+    def step(
+        self, plan: CpPlan, mask: ColumnMask, inputs: dict[str, np.ndarray], scale: float, *,
+        has_backward: bool = True, **options: Any,
+    ) -> Any:  # fmt: skip
         """Enqueues forward and backward on all ranks; call the result after `world.run()` to get `Results`.
 
         Args:
@@ -136,6 +139,8 @@ class Group:
             out, dq, dk, dv = new(q, heads.d_v), new(q, d_qk), new(k, d_qk), new(v, heads.d_v)
             lse = one.device.malloc(b * h_q * num_own * 4)
             one.attention.forward(prepared[rank], heads, q, k, v, out, lse, scale, one.stream)
+            if not has_backward:
+                return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
             one.attention.backward(prepared[rank], heads, q, k, v, out, lse, dout, dlse, dq, dk, dv, scale, one.stream)
             return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
