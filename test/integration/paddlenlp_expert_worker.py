@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of test_paddlenlp_experts.py: a step of a tiny Qwen2Moe whose experts are split over ranks.
 
-Usage: paddlenlp_expert_worker.py OUTPUT_DIR. On one rank: two sequences one after another through PaddleNLP's dense
-dispatch. On four: two replicas of two context-parallel ranks, with experts whole, split over 2 ranks and over all 4.
-Saved per run: the loss, the norm that clipping saw, and every gradient that this rank's optimizer was given.
+Usage: paddlenlp_expert_worker.py OUTPUT_DIR data|sharding. On one rank: two sequences one after another through
+PaddleNLP's dense dispatch. On four: two replicas of two context-parallel ranks, with experts split over 2 ranks and
+over all 4; as data parallelism (with whole experts, too), or with the optimizer states sharded over the replicas.
+Saved per run: the loss, the norm that clipping saw, every gradient that this rank's optimizer was given, and
+"after.NAME", the weights after the step.
 """
 
 from __future__ import annotations
@@ -62,11 +64,17 @@ class TwoSequences(paddle.io.IterableDataset):
 class Capture(TrainerCallback):
     def __init__(self, model: Any) -> None:
         self.model = model
+        self.trainer: Any = None
         self.found: dict[str, np.ndarray] = {}
 
     def on_optimizer_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.found = {name: p.grad.numpy().copy() for name, p in self.model.named_parameters() if p.grad is not None}
-        assert len(self.found) == len(list(self.model.parameters())), "a parameter has no gradient"
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        assert len(gradients) == len(list(self.model.parameters())), "a parameter has no gradient"
+        # With sharded states a rank's optimizer has some of the parameters, and only their gradients are complete.
+        inner = getattr(self.trainer.optimizer, "_inner_opt", self.trainer.optimizer)
+        mine = {p.name for p in getattr(inner, "_inner_opt", inner)._parameter_list}
+        named = dict(self.model.named_parameters())
+        self.found = {name: g.numpy().copy() for name, g in gradients.items() if named[name].name in mine}
 
 
 class Recording(Trainer):
@@ -84,8 +92,10 @@ def one_step(arguments: Any, model: Any) -> dict[str, np.ndarray]:
     trainer = Recording(
         model=model, args=arguments, train_dataset=TwoSequences(), data_collator=PackedCollator(S), callbacks=[capture]
     )
+    capture.trainer = trainer
     with norms_seen_by(norms):
         trainer.train()
+    capture.found |= {f"after.{name}": p.numpy() for name, p in model.named_parameters()}
     return {"loss": np.array(trainer.step_loss), "norm": np.array(norms), **capture.found}
 
 
@@ -110,13 +120,16 @@ class norms_seen_by:
 
 
 def main() -> None:
-    output_dir, num_ranks = Path(sys.argv[1]), dist.get_world_size()
+    output_dir, mode, num_ranks = Path(sys.argv[1]), sys.argv[2], dist.get_world_size()
+    is_sharded = mode == "sharding" and num_ranks > 1
     logger.set_level("ERROR")
     arguments = FlashMask3TrainingArguments(
         output_dir=str(output_dir / "trainer"),
         use_flashmask3=True,
         cp_timeout_s=30.0,
         context_parallel_degree=2 if num_ranks > 1 else -1,
+        sharding="stage1" if is_sharded else "",
+        sharding_parallel_degree=2 if is_sharded else -1,
         device="cpu",
         max_steps=1,
         per_device_train_batch_size=1,
@@ -135,11 +148,12 @@ def main() -> None:
         enable(FlashMask3Settings(moe_dispatch="dense"))
         save("dense", one_step(arguments, build()))
         return
-    for degree in (1, 2, 4):
+    for degree in (2, 4) if is_sharded else (1, 2, 4):
         enable(FlashMask3Settings(cp_timeout_s=30.0, expert_parallel=degree))
-        save(f"split{degree}", one_step(arguments, build()))
-    check_initial_weights()
-    check_refusals()
+        save(f"{mode}{degree}", one_step(arguments, build()))
+    if not is_sharded:
+        check_initial_weights()
+        check_refusals()
 
 
 def check_initial_weights() -> None:

@@ -14,7 +14,10 @@ import pytest
 paddlenlp = pytest.importorskip("paddlenlp")
 
 from paddle.distributed import collective  # noqa: E402
-from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import hybrid_parallel_optimizer  # noqa: E402
+from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import (  # noqa: E402
+    dygraph_sharding_optimizer,
+    hybrid_parallel_optimizer,
+)
 from paddlenlp.trainer import PdArgumentParser, Trainer, trainer  # noqa: E402
 from paddlenlp.transformers import Qwen2MoeConfig, moe_gate, moe_layer  # noqa: E402
 from paddlenlp.transformers.llama import fusion_ops  # noqa: E402
@@ -56,6 +59,10 @@ PLACES = [
     (qwen2_moe.Qwen2MoePretrainedModel, "_init_weights"),
     (hybrid_parallel_optimizer.HybridParallelClipGrad, "_dygraph_clip"),
     (hybrid_parallel_optimizer.HybridParallelClipGrad, "_comm_and_clip"),
+    (dygraph_sharding_optimizer.DygraphShardingOptimizer, "_partition_parameters"),
+    (dygraph_sharding_optimizer.DygraphShardingOptimizer, "reduce_gradients"),
+    (dygraph_sharding_optimizer.DygraphShardingOptimizer, "_sharding_sync_parameters"),
+    (dygraph_sharding_optimizer.DygraphShardingOptimizerV2, "__init__"),
     (trainer, "split_inputs_sequence_dim"),
     (trainer, "split_inputs_sequence_dim_load_balance"),
     (Trainer, "_wrap_model"),
@@ -78,7 +85,7 @@ def everything_off() -> Iterator[None]:
 
 def test_enable_replaces_and_disable_restores_every_place() -> None:
     before = current()
-    enable()
+    enable(FlashMask3Settings(expert_parallel=2))
     assert is_enabled()
     unchanged = [place for place, old, new in zip(PLACES, before, current(), strict=True) if old is new]
     assert not unchanged

@@ -20,9 +20,6 @@ import paddle.nn.functional as F
 from numpy.typing import NDArray
 from paddle import nn
 from paddle.autograd import PyLayer
-from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_optimizer import HybridParallelClipGrad
-from paddlenlp.trainer import TrainerCallback
-from paddlenlp.trainer.trainer import Trainer
 from paddlenlp.transformers.moe_gate import PretrainedMoEGate
 from paddlenlp.transformers.moe_layer import MoELayer
 from paddlenlp.transformers.qwen2_moe.modeling import Qwen2MoePretrainedModel
@@ -56,9 +53,6 @@ def replacements(settings: FlashMask3Settings, state: RunState) -> list[tuple[An
         (MoELayer, "forward", lambda original: _by_index(settings)),
         (PretrainedMoEGate, "_priority", _choice_without_places),
         (Qwen2MoePretrainedModel, "_init_weights", _init_as_if_whole),
-        (Trainer, "_inner_training_loop", lambda original: _with_synced_experts(original, settings)),
-        (HybridParallelClipGrad, "_dygraph_clip", lambda original: _norm_of_all_experts(original, settings)),
-        (HybridParallelClipGrad, "_comm_and_clip", _with_remote_squares),
     ]
 
 
@@ -100,12 +94,11 @@ def _new_groups(degree: int, topology: Any) -> ExpertGroups:
         for name, size in (
             ("tensor_parallel_degree", topology.get_model_parallel_world_size()),
             ("pipeline_parallel_degree", topology.get_pipe_parallel_world_size()),
-            ("sharding_parallel_degree", topology.get_sharding_parallel_world_size()),
         ):
             if size > 1:
                 raise ValueError(
-                    f"paddle_fm3: expert_parallel={degree} with {name}={size} is not served: initialise fleet with "
-                    "ep_degree (its expert topology) instead"
+                    f"paddle_fm3: expert_parallel={degree} with {name}={size} is not served: ranks next to one "
+                    "another would hold different parts of an expert or of the model"
                 )
     rank = dist.get_rank()
     split, copies = None, None
@@ -260,86 +253,3 @@ class _Exchange(PyLayer):
     @staticmethod
     def backward(ctx: Any, grad: paddle.Tensor) -> paddle.Tensor:
         return ctx.communicator.post_all_to_all(grad, ctx.counts.T.copy(), f"gradients of {ctx.what}").wait()
-
-
-# --- gradients -----------------------------------------------------------------------------------
-
-
-def expert_parameters(model: nn.Layer) -> list[paddle.Tensor]:
-    """Parameters that only some ranks hold."""
-    return [parameter for parameter in model.parameters() if getattr(parameter, "expert", False)]
-
-
-class ExpertGradients(TrainerCallback):
-    """Makes gradients of split experts what those of whole ones are: summed over copies, a mean over replicas.
-
-    A rank's gradient holds the tokens of all ranks that its experts are split over. fleet, which leaves these
-    parameters alone, averages all others over the replicas, the groups that work on different sequences.
-    """
-
-    def __init__(self, model: nn.Layer, found: ExpertGroups, num_replicas: int, timeout_s: float) -> None:
-        self.parameters = expert_parameters(model)
-        self.copies = None if found.copies is None else communicator_for(found.copies, timeout_s)
-        self.num_replicas = num_replicas
-
-    def on_optimizer_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        with paddle.no_grad():
-            for parameter in self.parameters:
-                grad = parameter.grad
-                if self.copies is not None:
-                    grad.set_value(self.copies.post_all_reduce(grad, "gradients of experts").wait())
-                grad.scale_(1.0 / self.num_replicas)
-
-
-def _with_synced_experts(original: Callable, settings: FlashMask3Settings) -> Callable:
-    @functools.wraps(original)
-    def _inner_training_loop(self: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        found = expert_groups(settings.expert_parallel)
-        if found is None or not expert_parameters(self.model):
-            return original(self, args, *rest, **kwargs)
-        if not args.use_hybrid_parallel:
-            raise ValueError(
-                f"paddle_fm3: expert_parallel={settings.expert_parallel} needs context_parallel_degree or "
-                "sep_parallel_degree > 1: without them Paddle's DataParallel would average the experts' gradients"
-            )
-        sync = ExpertGradients(self.model, found, args.dataset_world_size, settings.cp_timeout_s)
-        self.callback_handler.callbacks.insert(0, sync)  # before any that looks at gradients
-        try:
-            return original(self, args, *rest, **kwargs)
-        finally:
-            self.callback_handler.callbacks.remove(sync)
-
-    return _inner_training_loop
-
-
-def _norm_of_all_experts(original: Callable, settings: FlashMask3Settings) -> Callable:
-    """Gradient clipping by the norm of the whole model. Upstream's rank would leave remote experts out of it, and
-    each rank would scale the weights that all share by another factor."""
-
-    @functools.wraps(original)
-    def _dygraph_clip(self: Any, params_grads: list[tuple[Any, Any]]) -> Any:
-        own = [grad for parameter, grad in params_grads if getattr(parameter, "expert", False) and grad is not None]
-        found = expert_groups(settings.expert_parallel) if own else None
-        if found is None:
-            return original(self, params_grads)
-        square = sum((grad.astype("float32") ** 2).sum() for grad in own)
-        communicator = communicator_for(found.split, settings.cp_timeout_s)
-        squares = communicator.post_all_gather(square.reshape([1]), "norms of experts").wait()
-        self.fm3_clipped, self.fm3_square = params_grads, paddle.concat(squares).sum()
-        try:
-            return original(self, [pair for pair in params_grads if not getattr(pair[0], "expert", False)])
-        finally:
-            self.fm3_clipped = None
-
-    return _dygraph_clip
-
-
-def _with_remote_squares(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def _comm_and_clip(self: Any, params_grads: Any, is_distributed: Any, is_not: Any) -> Any:
-        if self.__dict__.get("fm3_clipped") is None:
-            return original(self, params_grads, is_distributed, is_not)
-        square = self.fm3_square.reshape(is_distributed.shape)
-        return original(self, self.fm3_clipped, is_distributed + square, is_not)
-
-    return _comm_and_clip

@@ -41,7 +41,7 @@ def enable(settings: FlashMask3Settings | None = None) -> None:
     disable()
 
     from paddle_fm3.distributed import groups
-    from paddle_fm3.integration.paddlenlp import attention, corrections, experts, inputs
+    from paddle_fm3.integration.paddlenlp import attention, corrections, expert_training, experts, inputs
 
     state = RunState()
     replacements = [
@@ -49,6 +49,7 @@ def enable(settings: FlashMask3Settings | None = None) -> None:
         *inputs.replacements(settings, state),
         *corrections.replacements(settings, state),
         *experts.replacements(settings, state),
+        *expert_training.replacements(settings, state),
     ]
     groups.enable_gloo_subgroups()
     for owner, name, make in replacements:
