@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import paddle
 
 IS_PADDLE_2 = int(paddle.version.major) < 3
@@ -45,6 +46,12 @@ if IS_PADDLE_2:
         finally:
             nccl.group_end()
 
+    def zeros_like(x: paddle.Tensor) -> paddle.Tensor:
+        """NOTE: made on the host; on a GPU that Paddle 2.6 has no kernels for its own would leave what was there."""
+        carrier = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+        zeros = np.zeros(x.shape, carrier[str(x.dtype).removeprefix("paddle.")])
+        return paddle.to_tensor(zeros, place=x.place)
+
 else:
     from paddle import _C_ops
     from paddle.jit.marker import force_dynamic, unified
@@ -65,6 +72,9 @@ else:
         in_pir = paddle.framework.in_pir_mode()
         source = paddle.base.core if in_pir else paddle.base.framework._dygraph_tracer()
         return set(source._get_amp_op_list()[1])
+
+    def zeros_like(x: paddle.Tensor) -> paddle.Tensor:
+        return paddle.zeros_like(x)
 
     @contextmanager
     def grouped_p2p(process_group: Any) -> Iterator[None]:
@@ -108,4 +118,5 @@ __all__ = [
     "on_stream",
     "run_custom_op",
     "unified",
+    "zeros_like",
 ]

@@ -4,6 +4,7 @@
 FM3_LIB_DIR            folder of the compiled libraries, instead of the package's own _lib
 FM3_NUM_THREADS        threads of the CPU kernels; unset or 0 means every core the process may use
 FM3_TRANSPORT_ADDRESS  address of this machine at which CPU ranks exchange rows; unset: loopback
+FM3_GPU_TRANSPORT      how planned rows travel between GPU ranks: ipc, nccl, or auto (ipc inside one machine)
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-VARIABLES = ("FM3_LIB_DIR", "FM3_NUM_THREADS", "FM3_TRANSPORT_ADDRESS")
+VARIABLES = ("FM3_LIB_DIR", "FM3_NUM_THREADS", "FM3_TRANSPORT_ADDRESS", "FM3_GPU_TRANSPORT")
+GPU_TRANSPORTS = ("auto", "ipc", "nccl")
 
 
 def lib_dir() -> Path:
@@ -36,3 +38,15 @@ def num_threads() -> int:
 def transport_address() -> str:
     """Address that CPU ranks of planned context parallelism listen at."""
     return os.environ.get("FM3_TRANSPORT_ADDRESS", "").strip() or "127.0.0.1"
+
+
+def gpu_transport() -> str:
+    """How the rows of planned context parallelism travel between GPU ranks.
+
+    Raises:
+        ValueError: FM3_GPU_TRANSPORT is none of the known ones.
+    """
+    kind = os.environ.get("FM3_GPU_TRANSPORT", "").strip() or "auto"
+    if kind not in GPU_TRANSPORTS:
+        raise ValueError(f"FM3_GPU_TRANSPORT={kind!r}: expected one of {', '.join(GPU_TRANSPORTS)}")
+    return kind

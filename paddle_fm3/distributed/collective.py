@@ -17,7 +17,7 @@ from paddle_fm3.distributed.partition import LAYOUTS, Partition
 from paddle_fm3.distributed.prepared import PreparedCache, PreparedMask, digest_of, global_mask, prepare_mask
 from paddle_fm3.distributed.shard import assemble_rows, pad_rows, rows_by_rank
 
-_cache = PreparedCache()
+_cache: PreparedCache[PreparedMask] = PreparedCache()
 
 
 def collective_attention(

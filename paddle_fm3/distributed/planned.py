@@ -124,7 +124,7 @@ def planned_attention(
         record: this rank's side of the comparison, which happens here.
     """
     communicator = None if group is None else communicator_for(group, timeout_s)
-    plan, mask = _agree(record, communicator, bounds, block_mask, choice)
+    plan, mask = agree(record, communicator, bounds, block_mask, choice)
     rank = 0 if communicator is None else communicator.rank
     run = RankRun(
         _work_of(plan, mask, rank),
@@ -136,14 +136,11 @@ def planned_attention(
     return _PlannedAttention.apply(q, k, v, run, reduce_dtype, keep_gathered)
 
 
-def _agree(
+def agree(
     record: agreement.Record, communicator: Communicator | None, bounds: paddle.Tensor | None,
     block_mask: paddle.Tensor | None, choice: PlanChoice,
 ) -> tuple[CpPlan, ColumnMask]:  # fmt: skip
     """Compares the ranks' records; the plan and the mask over the whole sequence. Collective."""
-    if record["error"] is None and not paddle.get_device().startswith("cpu"):
-        name = choice.strategy.name
-        record = {"error": f"strategy={name!r} runs by a plan, on CPU ranks only so far, not on {paddle.get_device()}"}
     what = "comparison of shapes, masks and plans"
     records = [record] if communicator is None else communicator.exchange(record, what)
     agreement.check_agreement(records)

@@ -7,7 +7,7 @@ import hashlib
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import paddle
@@ -15,6 +15,8 @@ import paddle
 from paddle_fm3.distributed.localize import localize_mask
 from paddle_fm3.distributed.partition import Partition
 from paddle_fm3.mask.column_mask import ColumnMask
+
+T = TypeVar("T")
 
 CACHE_ENTRIES = 8  # a step uses one mask, or two where window and full layers alternate; the rest is slack
 
@@ -95,30 +97,30 @@ def state_of(tensor: paddle.Tensor) -> tuple[int, str | None]:
     return tensor.inplace_version, digest_of(tensor.numpy()) if tensor.place.is_cpu_place() else None
 
 
-class PreparedCache:
-    """Finds the PreparedMask of a bounds tensor by identity, so that layers pay nothing after the first.
+class PreparedCache(Generic[T]):
+    """Finds what was prepared for a bounds tensor by identity, so that layers pay nothing after the first.
 
     A tensor counts as the same only while it is alive and was not written to in place. On a GPU a write by
     ``set_value`` or ``copy_`` goes unseen: refill a mask there with ``mask[:] = ...``, or pass a new tensor.
     """
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[tuple[Any, ...], tuple[Any, PreparedMask]] = OrderedDict()
+        self._entries: OrderedDict[tuple[Any, ...], tuple[Any, T]] = OrderedDict()
 
-    def find(self, bounds: paddle.Tensor | None, key: tuple[Any, ...]) -> PreparedMask | None:
+    def find(self, bounds: paddle.Tensor | None, key: tuple[Any, ...]) -> T | None:
         entry = self._entries.get(self._full_key(bounds, key))
         if entry is None:
             return None
         reference, prepared = entry
         return prepared if reference is None or reference() is bounds else None
 
-    def put(self, bounds: paddle.Tensor | None, key: tuple[Any, ...], prepared: PreparedMask) -> None:
+    def put(self, bounds: paddle.Tensor | None, key: tuple[Any, ...], prepared: T) -> list[T]:
+        """Keeps it; returns what had to go for it."""
         reference = None if bounds is None else weakref.ref(bounds)
         full_key = self._full_key(bounds, key)
+        gone = [self._entries.pop(full_key)[1]] if full_key in self._entries else []
         self._entries[full_key] = (reference, prepared)
-        self._entries.move_to_end(full_key)
-        while len(self._entries) > CACHE_ENTRIES:
-            self._entries.popitem(last=False)
+        return gone + [self._entries.popitem(last=False)[1][1] for _ in range(len(self._entries) - CACHE_ENTRIES)]
 
     @staticmethod
     def _full_key(bounds: paddle.Tensor | None, key: tuple[Any, ...]) -> tuple[Any, ...]:

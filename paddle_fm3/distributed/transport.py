@@ -364,7 +364,7 @@ def connect(rank: int, num_ranks: int, exchange: Callable[[Record], list[Record]
     """
     address = env.transport_address()
     token = secrets.token_bytes(16)
-    record: Record = {"error": None, "address": address, "token": token.hex(), "machine": _machine()}
+    record: Record = {"error": None, "address": address, "token": token.hex(), "machine": machine_name()}
     listener: socket.socket | None = None
     try:
         listener = socket.create_server((address, 0), backlog=num_ranks)
@@ -402,7 +402,8 @@ def connect(rank: int, num_ranks: int, exchange: Callable[[Record], list[Record]
     return TcpTransport(rank, connections)
 
 
-def _machine() -> str:
+def machine_name() -> str:
+    """Names this machine and its run since boot; two ranks with the same name share it."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return f"{platform.node()} {boot_id.read_text().strip() if os.access(boot_id, os.R_OK) else ''}"
 
