@@ -25,6 +25,7 @@ LAYERS = [
     [
         "paddle_fm3._native",
         "paddle_fm3._paddle",
+        "paddle_fm3._device_api",
         "paddle_fm3._arguments",
         "paddle_fm3.backends",
         "paddle_fm3.attention",

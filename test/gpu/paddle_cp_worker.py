@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One GPU rank of test_paddle_cp_gpu.py: planned context parallelism through Paddle, each rank against the oracle.
+
+Usage: paddle_cp_worker.py MODE [RESULT_FILE]
+    MODE check    every strategy and mask kind, bytes against the plan, repeats, a long sequence against one GPU
+         killed   the last rank ends in the middle of a step
+         stalled  the last rank stops taking part
+Inputs are made on the host, as test_paddle_op_gpu.py says why.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from plan_cases import CASES, PlanCase
+
+from paddle_fm3 import flashmask_attention
+from paddle_fm3.distributed import planned_gpu
+from paddle_fm3.distributed.attention import flashmask_cp_attention
+from paddle_fm3.distributed.plan import CpPlan
+from paddle_fm3.distributed.planned import plan_attention
+from paddle_fm3.distributed.strategy import STRATEGIES
+from paddle_fm3.testing import reference
+from paddle_fm3.testing.compare import assert_close_to_oracle
+
+NUMPY_DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+SEQUENCE_AXIS = {"out": 1, "lse": 2, "dq": 1, "dk": 1, "dv": 1}
+TIMEOUT_S = 10.0
+
+
+def gpu_case(case: PlanCase) -> PlanCase:
+    """The CPU suite's case in 16 bits and with head dims that the GPU serves."""
+    call = case.call
+    dtype = call.dtype if call.dtype in NUMPY_DTYPES else "bfloat16"
+    return replace(case, call=replace(call, dtype=dtype, d_qk=64, d_v=64 if call.d_v == call.d_qk else 32))
+
+
+def to_tensor(array: np.ndarray, *, needs_grad: bool = False) -> paddle.Tensor:
+    array = np.ascontiguousarray(array)
+    plain = array.view(np.uint16) if array.dtype == ml_dtypes.bfloat16 else array
+    return paddle.to_tensor(plain, place=paddle.CUDAPlace(current_device()), stop_gradient=not needs_grad)
+
+
+def to_array(tensor: paddle.Tensor) -> np.ndarray:
+    array = tensor.detach().cpu().numpy()
+    return array.view(ml_dtypes.bfloat16) if tensor.dtype == paddle.bfloat16 else array
+
+
+def current_device() -> int:
+    return int(paddle.get_device().rpartition(":")[2])
+
+
+def poison() -> None:
+    paddle.device.cuda.empty_cache()
+    garbage = to_tensor(np.full(32 << 20, 0xFF, np.uint8))
+    del garbage
+
+
+def expected_bytes(plan: CpPlan, call: object, rank: int) -> np.ndarray:
+    """[2, num_ranks] that a forward and a backward send and receive: K/V twice, dK/dV once; a message that passes on
+    received sums carries float32 (or the input's dtype, if the sums are to travel in that)."""
+    per_row = call.b * call.h_kv * (call.d_qk + call.d_v)
+    moved = np.zeros((2, plan.num_ranks), np.int64)
+    for table, times in (("gather", 2), ("reduce", 1)):
+        transfers = list(plan.transfers(table))
+        for transfer in transfers:
+            is_sum = table == "reduce" and any(
+                earlier.dst_rank == transfer.src_rank
+                and (earlier.stage, earlier.hop) < (transfer.stage, transfer.hop)
+                and earlier.dst_row < transfer.src_row + transfer.num_rows
+                and transfer.src_row < earlier.dst_row + earlier.num_rows
+                for earlier in transfers
+            )
+            num_bytes = transfer.num_rows * per_row * (4 if is_sum and call.reduce_dtype == "float32" else 2) * times
+            if transfer.src_rank == rank:
+                moved[0, transfer.dst_rank] += num_bytes
+            if transfer.dst_rank == rank:
+                moved[1, transfer.src_rank] += num_bytes
+    return moved
+
+
+def moved_bytes(group: object) -> np.ndarray:
+    found = planned_gpu.transport_bytes(group)
+    return np.zeros((2, group.nranks), np.int64) if found is None else np.array(found)
+
+
+def run_case(case: PlanCase, plan: CpPlan, group: object) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """This rank's outputs, and the whole inputs in the case's dtype."""
+    call, rows = case.call, plan.partition.rows_of(group.rank)
+    dtype = NUMPY_DTYPES[call.dtype]
+    whole = {name: x if name == "dlse" else x.astype(dtype) for name, x in call.tensors().items()}
+    q, k, v = (to_tensor(whole[name][:, rows], needs_grad=True) for name in "qkv")
+    dout, dlse = to_tensor(whole["dout"][:, rows]), to_tensor(whole["dlse"][:, :, rows])
+    bounds, block_mask = call.bounds(), call.block_mask()
+    bounds = None if bounds is None else to_tensor(bounds)
+    poison()
+    out, lse = flashmask_cp_attention(
+        q, k, v, bounds, causal=call.causal, group=group, plan=plan, return_softmax_lse=True, timeout_s=TIMEOUT_S,
+        block_mask=None if block_mask is None else to_tensor(block_mask), reduce_dtype=call.reduce_dtype,
+        deterministic=True,
+    )  # fmt: skip
+    paddle.autograd.backward([out, lse], [dout, dlse])
+    results = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    return {name: to_array(x) for name, x in results.items()}, whole
+
+
+def check_case(case: PlanCase, group: object) -> dict[str, np.ndarray]:
+    call, plan = case.call, case.plan(group.nranks)
+    before = moved_bytes(group)
+    actual, whole = run_case(case, plan, group)
+    np.testing.assert_array_equal(moved_bytes(group) - before, expected_bytes(plan, call, group.rank), case.name)
+    arguments = {
+        "startend_row_indices": call.bounds(), "causal": call.causal, "block_mask": call.block_mask(),
+        "dout": whole["dout"], "dlse": whole["dlse"],
+    }  # fmt: skip
+    exact = reference.attention(whole["q"], whole["k"], whole["v"], **arguments)
+    dtype = NUMPY_DTYPES[call.dtype]
+    naive = reference.low_precision_attention(dtype, whole["q"], whole["k"], whole["v"], **arguments)
+    rows = plan.partition.rows_of(group.rank)
+    for name, axis in SEQUENCE_AXIS.items():
+        index = tuple(rows if at == axis else slice(None) for at in range(getattr(exact, name).ndim))
+        # Every rank's part of dK and dV is rounded once on its way.
+        assert_close_to_oracle(
+            actual[name], getattr(exact, name)[index], getattr(naive, name)[index], name, (group.rank, case.name),
+            factor=2.0 + group.nranks,
+        )  # fmt: skip
+    return actual
+
+
+def check_long(group: object, strategy: str) -> None:
+    """Real sizes against the one-GPU operator on the same tensors; as many steps as ten layers enqueue at once."""
+    s, h_q, h_kv, d = 4096 * group.nranks, 8, 2, 128
+    ends = np.minimum((np.arange(s) // 3000 + 1) * 3000, s).astype(np.int32)
+    bounds_array = ends[None, None, :, None]  # [1, 1, s, 1]
+    plan = plan_attention(bounds_array, causal=True, num_ranks=group.nranks, strategy=strategy)
+    rows = plan.partition.rows_of(group.rank)
+    rng = np.random.default_rng(5)
+    shapes = {"q": h_q, "k": h_kv, "v": h_kv, "dout": h_q}
+    whole = {n: rng.standard_normal((1, s, h, d), np.float32).astype(ml_dtypes.bfloat16) for n, h in shapes.items()}
+
+    q, k, v = (to_tensor(whole[name], needs_grad=True) for name in "qkv")
+    out = flashmask_attention(q, k, v, to_tensor(bounds_array), causal=True)
+    paddle.autograd.backward([out], [to_tensor(whole["dout"])])
+    wanted = [to_array(x)[:, rows].astype(np.float32) for x in (out, q.grad, k.grad, v.grad)]
+
+    bounds = to_tensor(bounds_array)
+    own = [[to_tensor(whole[name][:, rows], needs_grad=True) for name in "qkv"] for _ in range(3)]
+    douts = [to_tensor(whole["dout"][:, rows]) for _ in own]
+    poison()
+    outs = [
+        flashmask_cp_attention(*qkv, bounds, causal=True, group=group, plan=plan, timeout_s=TIMEOUT_S) for qkv in own
+    ]
+    for out, dout in reversed(list(zip(outs, douts, strict=True))):
+        paddle.autograd.backward([out], [dout])
+    for out, qkv in zip(outs, own, strict=True):
+        got = [to_array(x).astype(np.float32) for x in (out, *(x.grad for x in qkv))]
+        for name, x, ref in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
+            error = np.linalg.norm(x - ref) / np.linalg.norm(ref)
+            assert error < 6e-3, (strategy, name, error)  # two roundings to bfloat16 are 3.3e-3
+
+
+def check(group: object) -> None:
+    cases = [gpu_case(case) for case in CASES if case.call.frame == "whole"]
+    num_failed = 0
+    for case in cases:
+        began = time.monotonic()
+        try:
+            check_case(case, group)
+            print(f"ok {case.name} {time.monotonic() - began:.2f} s", flush=True)
+        except AssertionError as error:  # a wrong value does not keep the others from being seen
+            num_failed += 1
+            print(f"WRONG {case.name}: {str(error)[:500]}", flush=True)
+    first, second = (check_case(cases[0], group) for _ in range(2))
+    for name in first:
+        assert np.array_equal(first[name].view(np.uint8), second[name].view(np.uint8)), f"{name} differs between runs"
+    for strategy in STRATEGIES:
+        try:
+            check_long(group, strategy)
+            print(f"ok long {strategy}", flush=True)
+        except AssertionError as error:
+            num_failed += 1
+            print(f"WRONG long {strategy}: {str(error)[:500]}", flush=True)
+    assert not num_failed, f"{num_failed} cases are wrong"
+    print(f"passed {len(cases) + len(STRATEGIES)} cases", flush=True)
+
+
+def fail_in_the_middle(group: object, mode: str) -> None:
+    case = gpu_case(CASES[0])
+    plan = case.plan(group.nranks)
+    run_case(case, plan, group)
+    print("first step done", time.time(), flush=True)
+    if group.rank == group.nranks - 1:
+        if mode == "killed":
+            os._exit(9)
+        time.sleep(120)
+    run_case(case, plan, group)
+    print("second step done", flush=True)  # must not be reached
+
+
+def main() -> None:
+    mode = sys.argv[1]
+    dist.init_parallel_env()
+    group = dist.new_group(list(range(dist.get_world_size())))
+    if mode == "check":
+        check(group)
+    else:
+        fail_in_the_middle(group, mode)
+
+
+if __name__ == "__main__":
+    main()
