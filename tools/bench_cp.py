@@ -1,13 +1,18 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Step time of context-parallel attention on CPU ranks, one process a rank, every strategy against the one-device op.
+"""Step time of context-parallel attention, one process a rank, every strategy against the one-device op.
 
-    tools/bench_cp.py                                        # 4 ranks on 2 nodes by the node map, s = 16384
+    tools/bench_cp.py                                        # CPU: 4 ranks on 2 nodes by the node map, s = 16384
     tools/bench_cp.py --ranks 2 --length 8192 --results results   # appends to results/cp_cpu.jsonl
+    tools/bench_cp.py --device gpu --ranks 2 --results results    # one process a GPU: results/cp_gpu.jsonl
+    tools/bench_cp.py --device gpu --ranks 2 --plans FOLDER --only-plans     # plan here, measure elsewhere
 
-One step is forward and backward. `hidden_pct`: of the time in which bytes of a rank were under way (first byte to
-last), the share in which that rank computed; the mean over ranks. Over loopback transfers are short beside compute,
-and ranks that share cores wait for each other: step times compare strategies, they do not predict a cluster.
+On CPUs one step is forward and backward. `hidden_pct`: of the time in which bytes of a rank were under way (first
+byte to last), the share in which that rank computed; the mean over ranks. Over loopback transfers are short beside
+compute, and ranks that share cores wait for each other: step times compare strategies, they do not predict a cluster.
+
+On GPUs rows are fetched by copy engines over CUDA IPC. `comm_hidden_pct`: of the time that the transfers take alone,
+the share that does not lengthen the step, against the same step with all rows in place. bf16, head_dim 128.
 """
 
 from __future__ import annotations
@@ -23,7 +28,9 @@ from time import perf_counter
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from bench_cp_parts import gpu  # noqa: E402
 
 HEADS = {"h_q": 4, "h_kv": 2, "d": 64}
 COLLECTIVE = "collective_dual_chunk"  # the path without a plan: Paddle's all-gather, then one call
@@ -33,15 +40,31 @@ COLUMNS = ("impl", "ms_median", "ms_p10", "ms_p90", "hidden_pct", "wait_ms", "mb
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--length", type=int, default=16384, help="length of the sequence")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="append the records to FOLDER/cp_cpu.jsonl")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="append the records to FOLDER/cp_<device>.jsonl")
+    on_gpu = parser.add_argument_group("with --device gpu")
+    on_gpu.add_argument("--local", type=int, nargs="+", default=[8192, 32768], help="rows a rank")
+    on_gpu.add_argument("--heads", nargs="+", default=list(gpu.HEADS), choices=list(gpu.HEADS))
+    on_gpu.add_argument("--masks", nargs="+", default=list(gpu.MASKS), choices=gpu.MASKS)
+    on_gpu.add_argument("--impls", nargs="+", default=list(gpu.IMPLS), choices=gpu.IMPLS)
+    on_gpu.add_argument(
+        "--plans", type=Path, metavar="FOLDER", help="use the plans there, if it has any; else make them"
+    )
+    on_gpu.add_argument("--only-plans", action="store_true", help="make the plans and stop")
+    on_gpu.add_argument("--calls", type=int, default=10, help="calls of a timed loop at 8K rows a rank; fewer above")
+    on_gpu.add_argument("--loops", type=int, default=5, help="timed loops, each started by all ranks together")
+    on_gpu.add_argument("--timeout", type=float, default=3600.0, help="seconds for all ranks")
+    on_gpu.add_argument("--commit", help="of the measured tree, where it is no git checkout")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.worker:
         work(arguments)
         return 0
+    if arguments.device == "gpu":
+        return on_gpus(arguments)
     from paddle_fm3.testing import bench
 
     with tempfile.TemporaryDirectory() as folder:
@@ -53,6 +76,27 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.results:
         bench.append_records(arguments.results / "cp_cpu.jsonl", records)
     return 0 if all(one["refcheck"] == "pass" for one in records) else 1
+
+
+def on_gpus(arguments: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.plans or Path(temporary)).resolve()
+        if not (folder / "config.json").exists():
+            calls = {s_local: max(2, arguments.calls * 8192 // s_local) for s_local in arguments.local}
+            gpu.make_plans(gpu.cases_of(arguments), folder, calls, arguments.loops, list(range(arguments.ranks)))
+        if arguments.only_plans:
+            return 0
+        lines = gpu.launch(folder, arguments.timeout)
+        name = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "-i", "0"], capture_output=True, text=True
+        ).stdout.strip()
+        records = list(gpu.records_of(folder, lines, name, arguments.commit))
+    from paddle_fm3.testing import bench
+
+    print(bench.format_table(records, gpu.COLUMNS))
+    if arguments.results:
+        bench.append_records(arguments.results / "cp_gpu.jsonl", records)
+    return 0 if records and all(one["refcheck"] == "pass" for one in records) else 1
 
 
 def launch(arguments: argparse.Namespace, folder: Path) -> None:
