@@ -133,6 +133,17 @@ class DeviceAttention:
             own_sums=self._upload_sums(work.own_sums),
         )
 
+    def discard(self, prepared: PreparedWork) -> None:
+        """Frees what `prepare` put on the device. Waits for the device, whose streams may still use it."""
+        for mask in (prepared.whole, *prepared.fwd_masks, *prepared.bwd_masks):
+            if mask is not None:
+                for address in (mask.view.bounds, mask.view.block_mask, mask.schedule):
+                    if address:
+                        self.device.free(address)
+        for sums in (*prepared.sums, prepared.own_sums):
+            for address in sums or ():
+                self.device.free(address)
+
     def _upload_mask(self, work: DeviceWork, step: Step, num_local: int | None, has_schedule: bool) -> StepMask:
         bounds, block_mask = work.step_bounds(step)
         b, h_mask, s_k, num_bounds = bounds.shape
