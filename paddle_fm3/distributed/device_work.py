@@ -264,12 +264,13 @@ def _sum_table(targets: list[tuple[int, int, int, tuple[Message, ...]]], layout:
                 first, step = layout.entry(recv.tag)
                 added[begin - row : end - row, at] = first + step * np.arange(begin - recv.row, end - recv.row)
         is_entry = added != np.iinfo(np.int32).max
-        ends = num_entries + np.cumsum(is_entry.sum(axis=1))
-        begins = np.concatenate([[num_entries], ends[:-1]])
+        counts = is_entry.sum(axis=1)
+        ends = num_entries + np.cumsum(counts)
+        begins = ends - counts
         index = np.arange(num_rows)
         rows.append(np.stack([out_row + index, row + index, begins, ends], axis=1).astype(np.int32))
         entries.append(added[is_entry].astype(np.int32))
-        num_entries = int(ends[-1]) if num_rows else num_entries
+        num_entries += int(counts.sum())
     return SumTable(np.concatenate(rows), np.concatenate(entries))
 
 

@@ -8,6 +8,9 @@ import pytest
 from device_support import Group
 from plan_support import random_mask
 
+from paddle_fm3.distributed.device import DeviceTensor
+from paddle_fm3.distributed.device_execute import DeviceAttention, Heads
+from paddle_fm3.distributed.device_work import DeviceWork
 from paddle_fm3.distributed.planner import PlanOptions, build_plan
 from paddle_fm3.distributed.strategy import STRATEGIES, Strategy
 from paddle_fm3.distributed.topology import Topology
@@ -29,8 +32,8 @@ def check(results, inputs: dict, mask: ColumnMask, has_backward: bool = True) ->
     else:
         indices, causal = bounds, False
     wanted = reference.attention(
-        inputs["q"], inputs["k"], inputs["v"], startend_row_indices=indices, causal=causal, dout=inputs["dout"],
-        dlse=inputs["dlse"],
+        inputs["q"], inputs["k"], inputs["v"], startend_row_indices=indices, causal=causal,
+        block_mask=mask.block_mask, dout=inputs["dout"], dlse=inputs["dlse"],
     )  # fmt: skip
     for name in ("out", "lse", "dq", "dk", "dv") if has_backward else ("out", "lse"):
         actual, oracle = getattr(results, name), getattr(wanted, name)
@@ -89,3 +92,74 @@ def test_buffers_are_reused_only_when_all_have_read_them(seed: int, has_backward
             check(collect(), inputs, mask, has_backward)
     finally:
         group.close()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "what"),
+    [
+        ("fm3", PlanOptions(chunk_rows=16, num_stages=3), "batch and mask heads"),
+        ("dual_chunk_allgather", PlanOptions(), "batch and mask heads"),
+        ("fm3", PlanOptions(chunk_rows=16, num_stages=2, capacities=(20, 0, 20, 20)), "idle rank"),
+        ("ring", PlanOptions(), "narrow sums"),
+        ("dual_chunk_allgather", PlanOptions(), "narrow sums"),
+        ("fm3", PlanOptions(chunk_rows=128), "block mask"),
+        ("fm3", PlanOptions(chunk_rows=16, num_stages=2), "nothing visible"),
+    ],
+)
+def test_uncommon_plans(strategy: str, options: PlanOptions, what: str) -> None:
+    rng = np.random.default_rng(len(what))
+    b, h_mask, s = (2, 2, 150) if what == "batch and mask heads" else (1, 1, 160)
+    mask = random_mask(rng, s, b=b, h_mask=h_mask)
+    if what == "block mask":
+        s = 1024
+        keep = (rng.random((1, 1, 8, 8)) < 0.6).astype(np.int32)
+        bounds, causal = builders.causal_document([600, 424]).to_bounds()
+        mask = ColumnMask.from_bounds(bounds, is_causal=causal, s_q=s, block_mask=keep)
+    if what == "nothing visible":
+        mask = ColumnMask.from_bounds(np.zeros((1, 1, s, 1), np.int32), is_causal=True, s_q=s)
+    plan = build_plan(mask, 4, topology=Topology.uniform(4, 2), strategy=strategy, options=options)
+    if what == "idle rank":
+        assert plan.partition.num_rows(1) == 0
+    for mode in ("rows", "steps"):
+        group = Group(4, 3, forward_mode=mode, num_step_streams=2, timeout_s=20.0)
+        try:
+            inputs = make_inputs(rng, b, s, 4, 2, 16, 8)
+            collect = group.step(plan, mask, inputs, 0.25, is_wire_float32=what != "narrow sums")
+            group.world.run()
+            check(collect(), inputs, mask)
+        finally:
+            group.close()
+
+
+def test_one_rank_needs_no_transport() -> None:
+    rng = np.random.default_rng(0)
+    mask = random_mask(rng, 100)
+    group = Group(1, 0)
+    inputs = make_inputs(rng, 1, 100, 2, 2, 8, 8)
+    collect = group.step(build_plan(mask, 1), mask, inputs, 8**-0.5)
+    group.world.run()
+    check(collect(), inputs, mask)
+
+
+def test_wrong_tensors_and_options_are_refused() -> None:
+    mask = builders.causal(64)
+    plan = build_plan(mask, 1)
+    group = Group(1, 0)
+    inputs = make_inputs(np.random.default_rng(0), 1, 64, 2, 1, 8, 8)
+    rank = group.ranks[0]
+    prepared = rank.attention.prepare(DeviceWork.of(plan, plan.rank_plan(0, mask)))
+    heads = Heads(1, 2, 1, 8, 8, "float16")
+    x = {name: DeviceTensor.contiguous(256, *inputs[name].shape) for name in ("q", "k", "v", "dout")}
+    wrong = DeviceTensor.contiguous(256, 1, 63, 1, 8)
+    with pytest.raises(ValueError, match=r"k is \[1, 63, 1, 8\]; rank 0 of this plan wants \[1, 64, 1, 8\]"):
+        rank.attention.forward(prepared, heads, x["q"], wrong, x["v"], x["dout"], 256, 1.0, rank.stream)
+    strided = DeviceTensor(256, 1, 64, 1, 8, (1024, 16, 8))
+    with pytest.raises(ValueError, match="dk has strides"):
+        rank.attention.backward(
+            prepared, heads, x["q"], x["k"], x["v"], x["dout"], 256, x["dout"], None, x["q"], strided, x["v"], 1.0,
+            rank.stream,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="forward_mode='fast'"):
+        DeviceAttention(rank.device, None, forward_mode="fast")
+    with pytest.raises(ValueError, match="num_step_streams=3"):
+        DeviceAttention(rank.device, None, num_step_streams=3)
