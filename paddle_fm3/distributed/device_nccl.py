@@ -30,7 +30,8 @@ from paddle_fm3.distributed.transport import TcpTransport, TransportError
 
 NUM_EVENTS = 512  # reused in turn; a wait for an old batch then waits for a later one as well, which is as right
 POLL_S = 0.05
-EXIT_GRACE_S = 5.0  # for the program to meet the error by itself
+SAY_AFTER_S = 0.5  # for the program to meet the error by itself, and say it
+EXIT_GRACE_S = 5.0  # for the program to end by itself
 EXIT_STATUS = 70
 _ALIVE_PHASE = 0xFFFFFFFF  # of a message that no rank ever sends: that it cannot come any more is the news
 
@@ -143,10 +144,10 @@ class NcclTransport(DeviceTransport):
         )
 
     def _end_process_if_held(self) -> None:
-        time.sleep(EXIT_GRACE_S)
-        if not self._num_open():
-            return
-        if not self._was_raised:
+        time.sleep(SAY_AFTER_S)
+        if self._num_open() and not self._was_raised:
             print(f"context parallelism: {self._control.failure}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(EXIT_STATUS)
+        time.sleep(EXIT_GRACE_S)
+        if self._num_open():
+            sys.stdout.flush()
+            os._exit(EXIT_STATUS)
