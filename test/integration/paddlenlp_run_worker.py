@@ -3,6 +3,7 @@
 
 Usage: paddlenlp_run_worker.py OUTPUT_DIR first|resumed
 `first` trains 4 steps and saves after 2; `resumed` starts from that checkpoint in a new process, from other weights.
+The model "qwen2_moe_split" has its experts split over the two ranks.
 Both write what the Trainer logged to OUTPUT_DIR/<mode>-<model>_rank<R>.json.
 """
 
@@ -21,7 +22,7 @@ from paddlenlp.trainer import Trainer, TrainerCallback
 from paddlenlp.transformers import LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 from paddlenlp.utils.log import logger
 
-from paddle_fm3.integration.paddlenlp import FlashMask3TrainingArguments, PackedCollator
+from paddle_fm3.integration.paddlenlp import FlashMask3Settings, FlashMask3TrainingArguments, PackedCollator, enable
 
 S, VOCAB_SIZE = 96, 61
 SIZES = {
@@ -99,7 +100,9 @@ def main() -> None:
         disable_tqdm=True,
         report_to=[],
     )
-    for name in ("qwen2_moe", "llama"):
+    for name in ("qwen2_moe", "llama", "qwen2_moe_split"):
+        if name == "qwen2_moe_split":
+            enable(FlashMask3Settings(cp_timeout_s=30.0, masks=arguments.layer_masks(), expert_parallel=2))
         arguments.output_dir = str(output_dir / name)
         logs = Logs()
         trainer = Trainer(

@@ -68,6 +68,9 @@ PLACES = [
     (Trainer, "_wrap_model"),
     (Trainer, "_inner_training_loop"),
     (Trainer, "log"),
+    (Trainer, "save_model"),
+    (Trainer, "_load_from_checkpoint"),
+    (Trainer, "_load_optimizer_and_scheduler"),
     (collective, "_new_process_group_impl"),
 ]
 

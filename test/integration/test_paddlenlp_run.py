@@ -13,7 +13,7 @@ from launch import launch
 
 pytestmark = pytest.mark.dist
 WORKER = Path(__file__).with_name("paddlenlp_run_worker.py")
-MODELS = ("qwen2_moe", "llama")
+MODELS = ("qwen2_moe", "llama", "qwen2_moe_split")
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +53,21 @@ def test_what_context_parallelism_cost_is_logged_with_the_loss(saved: Path, mode
     assert [line["cp_imbalance"] for line in one] == [line["cp_imbalance"] for line in other]
     sent, received = sum(line["cp_sent_mb"] for line in one), sum(line["cp_received_mb"] for line in other)
     assert sent == pytest.approx(received, rel=1e-3)
+
+
+def test_a_checkpoint_of_split_experts_holds_all_of_them(saved: Path) -> None:
+    from paddle_fm3.integration.paddlenlp.expert_checkpoint import read_experts
+
+    folder = saved / "qwen2_moe_split" / "checkpoint-2"
+    experts = read_experts(folder)
+    found = {tuple(name.partition(".mlp.experts.")[::2]) for name in experts}
+    assert len(found) == len(experts) == 2 * 4 * 3  # layers, experts, matrices
+    # Split or whole, it is the same training.
+    for step in (1, 2, 3, 4):
+        whole, split = (steps(saved, "first", name)[step]["loss"] for name in ("qwen2_moe", "qwen2_moe_split"))
+        np.testing.assert_allclose(split, whole, rtol=1e-5)
+    (folder / "experts_001_of_002.pdparams").rename(folder / "elsewhere.pdparams")
+    with pytest.raises(FileNotFoundError, match="has 1 of 2 files of split experts"):
+        read_experts(folder)
+    with pytest.raises(FileNotFoundError, match="has no experts_"):
+        read_experts(saved)

@@ -41,7 +41,14 @@ def enable(settings: FlashMask3Settings | None = None) -> None:
     disable()
 
     from paddle_fm3.distributed import groups
-    from paddle_fm3.integration.paddlenlp import attention, corrections, expert_training, experts, inputs
+    from paddle_fm3.integration.paddlenlp import (
+        attention,
+        corrections,
+        expert_checkpoint,
+        expert_training,
+        experts,
+        inputs,
+    )
 
     state = RunState()
     replacements = [
@@ -50,6 +57,7 @@ def enable(settings: FlashMask3Settings | None = None) -> None:
         *corrections.replacements(settings, state),
         *experts.replacements(settings, state),
         *expert_training.replacements(settings, state),
+        *expert_checkpoint.replacements(settings, state),
     ]
     groups.enable_gloo_subgroups()
     for owner, name, make in replacements:
