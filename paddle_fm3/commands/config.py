@@ -96,6 +96,7 @@ def _text(name: str, scenario: Scenario) -> str:
         f"{layout.num_gpus} GPUs, {layout.num_replicas} sequences at once, {shown['tokens_per_step']:,} tokens a step",
         f"{shown['s']:,} tokens a sequence, {shown['s_local']:,} a rank; mask {shown['mask']}",
         "fleet: " + ", ".join(f"{k}={v}" for k, v in layout.fleet_hybrid_configs().items() if k != "order"),
+        *([f"experts split over {layout.expert_parallel_degree} ranks"] if layout.expert_parallel_degree > 1 else []),
         f"memory, estimated: {total:.1f} of {layout.gpu_memory_gib:g} GiB ({parts})",
         *(f"  {topic}: {reason}" for topic, reason in scenario.why.items()),
     ]

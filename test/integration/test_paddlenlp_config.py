@@ -15,11 +15,13 @@ from paddle_fm3.integration.paddlenlp.config_schema import CONFIG_DIR
 
 pytestmark = pytest.mark.dist
 WORKER = Path(__file__).with_name("paddlenlp_config_worker.py")
-S = 512
+S = 1024
 DOCUMENTS: dict[str, list[Any]] = {
-    "moe_14b_a2b7_sft_32k_cp4": [300, 12, 200],
-    "moe_14b_a2b7_dpo_32k_cp4": [[100, 60, 80], [30, 121, 121]],
+    "moe_14b_a2b7_sft_32k_cp4": [600, 24, 400],
+    "moe_14b_a2b7_dpo_32k_cp4": [[200, 120, 160], [60, 242, 242]],
+    "moe_118b_a14b_128k_cp16": [700, 1, 323],
 }
+TINY_LAYOUTS = {2: {"sharding_parallel_degree": 1, "sharding_stage": 0}, 4: {"sharding_parallel_degree": 2}}
 TINY_MODEL = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -35,12 +37,14 @@ TINY_MODEL = {
 TINY_TRAINING = {"device": "cpu", "bf16": False, "max_steps": 2, "learning_rate": 1e-3, "warmup_steps": 0}
 
 
-def made_tiny(name: str) -> dict[str, Any]:
+def made_tiny(name: str, num_ranks: int) -> dict[str, Any]:
     content = json.loads((CONFIG_DIR / f"{name}.json").read_text())
     content["claims"] = {}
     content["model"].update(TINY_MODEL)
-    content["layout"].update(num_gpus=2, gpus_per_node=2, context_parallel_degree=2)
-    content["layout"].update(sharding_parallel_degree=1, sharding_stage=0)
+    content["layout"].update(num_gpus=num_ranks, gpus_per_node=2, context_parallel_degree=2, **TINY_LAYOUTS[num_ranks])
+    if content["layout"].get("expert_parallel_degree", 1) > 1:
+        content["layout"]["expert_parallel_degree"] = num_ranks
+        content["model"]["num_experts_per_tok"] = 2
     content["data"].update(max_seq_len=S, documents=DOCUMENTS[name])
     content["training"].update(TINY_TRAINING)
     return content
@@ -48,15 +52,17 @@ def made_tiny(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", sorted(DOCUMENTS))
 def test_a_shipped_config_trains_with_tiny_sizes(name: str, tmp_path: Path) -> None:
+    num_ranks = 4 if "118b" in name else 2  # the 118B layout: replicas, sharded states and split experts
     config = tmp_path / "tiny.json"
-    config.write_text(json.dumps(made_tiny(name)))
+    config.write_text(json.dumps(made_tiny(name, num_ranks)))
     folder = tmp_path / "run"
     assert main(["config", str(config), "--write", str(folder)]) == 0
     (folder / "data.json").write_text(json.dumps(DOCUMENTS[name]))
-    result = launch(WORKER, [str(folder)], 2, tmp_path, timeout_s=120)
+    result = launch(WORKER, [str(folder)], num_ranks, tmp_path, timeout_s=150)
     assert result.exit_code == 0, result.tail()
-    ranks = [json.loads((folder / f"losses_rank{rank}.json").read_text()) for rank in range(2)]
-    assert ranks[0] == ranks[1]  # every rank reports the loss over all tokens
-    assert len(ranks[0]["losses"]) == 2 and all(2 < loss < 8 for loss in ranks[0]["losses"])
+    ranks = [json.loads((folder / f"losses_rank{rank}.json").read_text()) for rank in range(num_ranks)]
+    for first in range(0, num_ranks, 2):
+        assert ranks[first] == ranks[first + 1]  # both ranks of a sequence report the loss over all its tokens
+        assert len(ranks[first]["losses"]) == 2 and all(2 < loss < 8 for loss in ranks[first]["losses"])
     expected = "share_question" if "dpo" in name else "causal_document"
     assert (ranks[0]["mask"], ranks[0]["strategy"]) == (expected, "fm3")

@@ -24,8 +24,8 @@ def test_one_config_in_words(capsys):
     assert main(["config", "moe_118b_a14b_128k_cp16"]) == 0
     out = capsys.readouterr().out
     assert "parameters 118.1 B, active 13.95 B" in out
-    assert "sharding_degree=128, sep_degree=1, cp_degree=16, ep_degree=64, moe_sharding_degree=2" in out
-    assert "memory, estimated: 66.5 of 79.6 GiB" in out and "  layout.topology: " in out
+    assert "sharding_degree=8, sep_degree=16" in out and "experts split over 128 ranks" in out
+    assert "memory, estimated: 70.4 of 79.6 GiB" in out and "  layout.topology: " in out
 
 
 def test_a_config_that_does_not_fit_says_so(capsys, tmp_path):
@@ -62,7 +62,11 @@ def test_written_files_start_a_run(tmp_path, capsys, monkeypatch):
 
 
 def test_the_expert_topology_keeps_degrees_out_of_the_trainer_file(tmp_path):
-    assert main(["config", "moe_118b_a14b_128k_cp16", "--write", str(tmp_path)]) == 0
+    content = json.loads((CONFIG_DIR / "moe_118b_a14b_128k_cp16.json").read_text())
+    content["layout"].update(topology="expert", sharding_parallel_degree=128)
+    content["layout"].update(expert_parallel_degree=64, moe_sharding_degree=2)
+    (tmp_path / "mine.json").write_text(json.dumps(content))
+    assert main(["config", str(tmp_path / "mine.json"), "--write", str(tmp_path)]) == 0
     trainer = json.loads((tmp_path / "trainer.json").read_text())
     assert not [key for key in trainer if key.endswith("_degree")]
     assert json.loads((tmp_path / "fleet.json").read_text())["ep_degree"] == 64

@@ -22,6 +22,14 @@ def _content(name: str = "moe_118b_a14b_128k_cp16") -> dict:
     return json.loads((config_schema.CONFIG_DIR / f"{name}.json").read_text())
 
 
+def _expert_content() -> dict:
+    """The same model on fleet's own grid for expert parallelism."""
+    content = _content()
+    content["layout"].update(topology="expert", sharding_parallel_degree=128)
+    content["layout"].update(expert_parallel_degree=64, moe_sharding_degree=2)
+    return content
+
+
 def test_the_promised_configs_are_there():
     expected = {f"moe_118b_a14b_128k_cp{cp}" for cp in (8, 16, 32)}
     expected |= {"moe_14b_a2b7_sft_32k_cp4", "moe_14b_a2b7_dpo_32k_cp4", "moe_tiny_cpu"}
@@ -109,12 +117,12 @@ def test_a_missing_key_and_an_unknown_name_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("section", "changes", "message"),
     [
-        ("layout", {"num_gpus": 96}, "= num_gpus=96"),
-        ("layout", {"moe_sharding_degree": 4}, "must equal sharding 128"),
-        ("layout", {"context_parallel_degree": 24}, "must divide sharding"),
-        ("layout", {"sharding_stage": 0}, "sharding_stage=0 with sharding_parallel_degree=128"),
+        ("layout", {"num_gpus": 96}, "must divide num_gpus=96"),
+        ("layout", {"moe_sharding_degree": 4}, "moe_sharding_degree=4 belongs to topology 'expert'"),
+        ("layout", {"expert_parallel_degree": 24}, "expert_parallel_degree=24 must divide num_gpus=128"),
+        ("layout", {"sharding_stage": 2}, "is served with tensor and pipeline degree 1 and sharding stage 0 or 1"),
+        ("layout", {"sharding_stage": 0}, "sharding_stage=0 with sharding_parallel_degree=8"),
         ("layout", {"topology": "mesh"}, "topology='mesh' is unknown"),
-        ("layout", {"expert_parallel_degree": 1, "moe_sharding_degree": 128}, "needs expert_parallel_degree > 1"),
         ("data", {"max_seq_len": 131000}, "documents hold 131072 tokens"),
         ("data", {"mask": "diagonal"}, "mask='diagonal' is unknown"),
         ("data", {"mask_window": 512, "mask_layers": "full"}, "a window > 0 belongs to layers that use it"),
@@ -163,13 +171,43 @@ def test_hybrid_degrees_use_every_gpu():
     assert product == 64
     with pytest.raises(ValueError, match="must divide num_gpus=64"):
         Layout("hybrid", 64, 8, 80, context_parallel_degree=3)
-    with pytest.raises(ValueError, match="has no expert parallelism"):
-        Layout("hybrid", 64, 8, 80, expert_parallel_degree=4)
+    with pytest.raises(ValueError, match="expert_parallel_degree=4 in topology 'hybrid' is served with tensor"):
+        Layout("hybrid", 64, 8, 80, expert_parallel_degree=4, tensor_parallel_degree=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_gpus": 96}, "= num_gpus=96"),
+        ({"moe_sharding_degree": 4}, "must equal sharding 128"),
+        ({"context_parallel_degree": 24}, "must divide sharding"),
+        ({"sharding_stage": 0}, "sharding_stage=0 with sharding_parallel_degree=128"),
+        ({"expert_parallel_degree": 1, "moe_sharding_degree": 128}, "needs expert_parallel_degree > 1"),
+    ],
+)
+def test_an_expert_topology_that_does_not_divide_is_refused(changes, message):
+    content = _expert_content()
+    scenario_from_dict(content)
+    content["layout"].update(changes)
+    with pytest.raises(ValueError, match=message):
+        scenario_from_dict(content)
 
 
 def test_the_expert_topology_is_not_passed_off_as_trainer_flags():
     with pytest.raises(ValueError, match="topology 'expert' is not one of"):
-        load_scenario("moe_118b_a14b_128k_cp16").trainer_arguments()
+        scenario_from_dict(_expert_content()).trainer_arguments()
+
+
+def test_split_experts_and_where_their_states_are():
+    """Memory by hand: dense weights whole, a 128th of the experts; dense states over 8 replicas, experts' with them."""
+    scenario = load_scenario("moe_118b_a14b_128k_cp16")
+    count = model_size.count_parameters(scenario.model)
+    memory = scenario.memory()
+    assert memory.weights_bytes == pytest.approx(2 * (count.dense + count.experts / 128), rel=1e-9)
+    assert memory.optimizer_bytes == pytest.approx(12 * (count.dense / 8 + count.experts / 128), rel=1e-9)
+    fields = scenario.trainer_arguments()
+    degrees = ("context_parallel_degree", "sharding_parallel_degree", "moe_expert_parallel")
+    assert [fields[name] for name in degrees] == [16, 8, 128] and fields["sharding"] == "stage1"
 
 
 def test_the_tiny_config_is_what_the_demo_runs(tmp_path, monkeypatch):

@@ -196,7 +196,12 @@ class Scenario:
 
     def memory(self) -> MemoryEstimate:
         """Bytes on one GPU, estimated; see `model_size.FORMULAS`."""
-        layout, is_expert = self.layout, self.layout.topology == "expert"
+        layout = self.layout
+        expert_sharding = layout.sharding_parallel_degree
+        if layout.topology == "expert":
+            expert_sharding = layout.moe_sharding_degree
+        elif layout.expert_parallel_degree > 1:
+            expert_sharding = 1  # split experts keep their states with them
         return estimate_memory(
             self.model,
             b=self.training.per_device_train_batch_size,
@@ -207,7 +212,7 @@ class Scenario:
             ep=layout.expert_parallel_degree,
             sharding=layout.sharding_parallel_degree,
             sharding_stage=layout.sharding_stage,
-            expert_sharding=layout.moe_sharding_degree if is_expert else layout.sharding_parallel_degree,
+            expert_sharding=expert_sharding,
             is_bfloat16=self.training.bf16,
             has_f32_gradients=self.training.amp_master_grad,
             has_reference_model=self.has_reference_model,
@@ -248,6 +253,7 @@ class Scenario:
                 "pipeline_parallel_degree": layout.pipeline_parallel_degree,
                 "sharding_parallel_degree": layout.sharding_parallel_degree,
                 "sharding": f"stage{layout.sharding_stage}" if layout.sharding_stage else "",
+                "moe_expert_parallel": layout.expert_parallel_degree,
             }
         return {**self.training_fields(), **degrees}
 

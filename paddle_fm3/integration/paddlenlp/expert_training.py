@@ -78,6 +78,12 @@ def _with_synced_experts(original: Callable, settings: FlashMask3Settings) -> Ca
                 f"paddle_fm3: expert_parallel={settings.expert_parallel} needs context_parallel_degree or "
                 "sep_parallel_degree > 1: without them Paddle's DataParallel would average the experts' gradients"
             )
+        stages = [str(getattr(option, "value", option)) for option in args.sharding]
+        if any(stage in ("stage2", "stage3") for stage in stages):
+            raise ValueError(
+                f"paddle_fm3: moe_expert_parallel={settings.expert_parallel} with sharding={','.join(stages)}: stages "
+                "2 and 3 cut gradients or weights over ranks that must all hold them; use stage1"
+            )
         sync = ExpertGradients(self.model, found, args.dataset_world_size, settings.cp_timeout_s)
         self.callback_handler.callbacks.insert(0, sync)  # before any that looks at gradients
         try:

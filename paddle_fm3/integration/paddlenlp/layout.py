@@ -15,12 +15,15 @@ class Layout:
 
     Attributes:
         topology: "hybrid": fleet's usual grid, num_gpus = dp x sharding x cp x tp x pp, as PaddleNLP 3.0.0b4's flags
-            set it. "expert": fleet's grid for expert parallelism (`ep_degree` > 1 in its hybrid_configs), where the
+            set it; experts may be split over any consecutive ranks (--moe_expert_parallel).
+            "expert": fleet's grid for expert parallelism (`ep_degree` > 1 in its hybrid_configs), where the
             context-parallel ranks are part of the sharding ranks: num_gpus = sharding x tp x pp and
             sharding = moe_sharding x ep; dp is 1.
         num_gpus, gpus_per_node: the cluster.
         gpu_memory_gib: memory of one GPU, which the estimate is held against.
         sharding_stage: 1 optimizer states, 2 gradients too, 3 weights too; 0 with sharding 1.
+        expert_parallel_degree: ranks over which each layer's experts are split.
+        moe_sharding_degree: topology "expert": ranks over which one expert's optimizer states are split.
     """
 
     topology: str
@@ -42,12 +45,11 @@ class Layout:
                 raise ValueError(f"Layout: {name}={value!r} must be a whole number >= 1")
         model_ranks = self.tensor_parallel_degree * self.pipeline_parallel_degree
         if self.topology == "hybrid":
-            if (self.expert_parallel_degree, self.moe_sharding_degree) != (1, 1):
+            if self.moe_sharding_degree != 1:
                 raise ValueError(
-                    f"Layout: topology 'hybrid' has no expert parallelism (expert_parallel_degree="
-                    f"{self.expert_parallel_degree}, moe_sharding_degree={self.moe_sharding_degree}); use topology "
-                    "'expert'"
+                    f"Layout: moe_sharding_degree={self.moe_sharding_degree} belongs to topology 'expert', not 'hybrid'"
                 )
+            self._check_split_experts(model_ranks)
             used = model_ranks * self.sharding_parallel_degree * self.context_parallel_degree
             if self.num_gpus % used:
                 raise ValueError(
@@ -65,6 +67,17 @@ class Layout:
             )
         if self.num_gpus % self.gpus_per_node and self.num_gpus > self.gpus_per_node:
             raise ValueError(f"Layout: num_gpus={self.num_gpus} is no multiple of gpus_per_node={self.gpus_per_node}")
+
+    def _check_split_experts(self, model_ranks: int) -> None:
+        degree = self.expert_parallel_degree
+        if self.num_gpus % degree:
+            raise ValueError(f"Layout: expert_parallel_degree={degree} must divide num_gpus={self.num_gpus}")
+        if degree > 1 and (model_ranks > 1 or self.sharding_stage > 1):
+            raise ValueError(
+                f"Layout: expert_parallel_degree={degree} in topology 'hybrid' is served with tensor and pipeline "
+                f"degree 1 and sharding stage 0 or 1; got tp {self.tensor_parallel_degree}, pp "
+                f"{self.pipeline_parallel_degree}, stage {self.sharding_stage}"
+            )
 
     def _check_expert_topology(self, model_ranks: int) -> None:
         if self.sharding_parallel_degree * model_ranks != self.num_gpus:

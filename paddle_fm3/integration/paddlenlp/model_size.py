@@ -9,7 +9,6 @@ BYTES_LOW = 2  # bfloat16
 BYTES_F32 = 4
 # AdamW with a float32 master copy: master, first moment, second moment.
 OPTIMIZER_BYTES_PER_PARAMETER = 3 * BYTES_F32
-ROUTER_BYTES_PER_ENTRY = 24
 
 
 @dataclass(frozen=True)
@@ -137,11 +136,9 @@ FORMULAS = {
     "gradients",
     "gathered_kv_bytes": "K and V of the whole sequence: 2 x b x s x h_kv x d x (2 B values + 4 B float32 gradients) "
     "/ TP",
-    "router_bytes": "PaddleNLP's dense dispatch: tables [tokens, experts, capacity] at 24 B an entry (int32 one-hot, "
-    "its bool "
-    "and float32 copies, float32 weights, bool mask, two bfloat16 copies, gradients), capacity = tokens x top_k / "
-    "experts, "
-    "i.e. a balanced router; more with an unbalanced one",
+    "router_bytes": "rows [tokens x top_k, hidden] on the way to experts and back: 3 copies of 2 B (sent, returned, "
+    "put in order) and the weighted rows at 4 B, and as much again for gradients; a balanced router, more with an "
+    "unbalanced one",
     "logits_bytes": "b x s_local x vocabulary / TP x 8 B (bfloat16, float32 softmax, bfloat16 gradient)",
 }
 
@@ -208,6 +205,6 @@ def estimate_memory(
         checkpoints_bytes=round(tokens * hidden * element * layers) if is_recomputed else 0,
         layer_bytes=round(layer * (kept_layers + 1)),
         gathered_kv_bytes=round(2 * b * s * model.kv_width / tp * (element + BYTES_F32)) if cp > 1 else 0,
-        router_bytes=round(tokens * tokens * top_k * ROUTER_BYTES_PER_ENTRY * kept_layers),
+        router_bytes=round(tokens * top_k * hidden * (3 * element + BYTES_F32) * (kept_layers + 1)),
         logits_bytes=round(tokens * model.vocab_size / tp * 8),
     )
