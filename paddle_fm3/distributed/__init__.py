@@ -17,6 +17,8 @@ _EXPORTS = {
     "CpPlan": "plan",
     "shard_rows": "shard",
     "unshard_rows": "shard",
+    "rank_order": "shard",
+    "token_order": "shard",
     "enable_gloo_subgroups": "groups",
     "disable_gloo_subgroups": "groups",
     "resolve_group": "groups",

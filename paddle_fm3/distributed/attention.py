@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_fm3.distributed import agreement, groups
+from paddle_fm3.distributed import agreement, dist_tensors, groups
 from paddle_fm3.distributed.collective import collective_attention
 from paddle_fm3.distributed.comm import communicator_for
 from paddle_fm3.distributed.partition import LAYOUTS, Partition
@@ -79,7 +79,7 @@ def flashmask_cp_attention(
     causal: bool,
     group: Any | None = None,
     partition: Partition | None = None,
-    strategy: Strategy | str = "dual_chunk",
+    strategy: Strategy | str | None = None,
     plan: CpPlan | None = None,
     topology: Topology | None = None,
     block_mask: paddle.Tensor | None = None,
@@ -98,7 +98,7 @@ def flashmask_cp_attention(
 
     * strategy "dual_chunk" or "contiguous": Paddle's collectives gather all K and V into global order, the mask is
       rewritten for the local rows, one attention runs, and in backward dK and dV are summed back to their owners.
-    * a planner's strategy, as "fm3" (CPU ranks so far): a plan is made from the mask at its first use and kept. A
+    * a planner's strategy, as "fm3": a plan is made from the mask at its first use and kept. A
       rank is sent only the rows that its plan names, stage by stage while it computes, and dK and dV go back along
       the plan's reduction. The rows must be those of the plan's partition: `make_partition` with the same name and
       mask, or `plan_attention(...).partition`.
@@ -106,6 +106,11 @@ def flashmask_cp_attention(
 
     Kept for backward: q, out and lse of the own rows, and the K and V that were gathered: of the whole sequence with
     collectives, of the rows that the mask needs with a plan. With keep_gathered=False of the own rows only.
+
+    Dist tensors: q, k, v [b, s, h, d] of one ProcessMesh, rows sharded over its "sep" dimension, batch and heads over
+    others or not at all, give dist tensors laid out like q. Their shards are consecutive rows, so a planner's strategy
+    plans what travels between these; balanced rows come in with partition or plan, the dist tensors then holding each
+    rank's rows after the other's (`rank_order`). The mask is a plain tensor, equal everywhere, or a dist tensor.
 
     Args:
         q: [b, s_local, h_q, d_qk], fp32, bf16 or fp16.
@@ -116,12 +121,13 @@ def flashmask_cp_attention(
             whole mask). Values are rows of the whole sequence in both cases. None hides nothing but what `causal`
             hides.
         causal: whether later keys are hidden as well.
-        group: Paddle group; None finds fleet's context-parallel or sep group.
+        group: Paddle group, or an auto-parallel ProcessMesh with a dimension named "sep"; None finds fleet's
+            context-parallel or sep group.
         partition: who owns which rows, in place of the strategy's own cut; a planner's strategy then plans the
             transfers for it.
         strategy: "dual_chunk", "contiguous", or a planner's `Strategy` or its name
             (`paddle_fm3.distributed.strategy.STRATEGIES`). Lengths that do not divide evenly give chunks of unequal
-            length.
+            length. Default "dual_chunk"; of dist tensors "contiguous".
         plan: of `plan_attention`, for this mask and group; replaces partition, strategy and topology.
         topology: which ranks share a node, for a planner's strategy; default nodes of 8.
         block_mask: int32 [b, h_mask, ceil(s/128), ceil(s/128)] over the whole sequence, or None.
@@ -129,9 +135,10 @@ def flashmask_cp_attention(
         return_softmax_lse: also return the lse, fp32 [b, h_q, s_local].
         deterministic: bitwise repeatable gradients. On CPU ranks they always are.
         reduce_dtype: "float32" sums dK and dV of the ranks in fp32; "input" in the inputs' dtype.
-        keep_gathered: False gathers K and V once more in backward: less memory between the two, more traffic.
+        keep_gathered: False gathers K and V once more in backward: less memory between the two, more traffic. A plan
+            on GPUs always does.
         timeout_s: longest wait for another rank.
-        trace: with a plan: collects what this rank did when.
+        trace: with a plan, on CPU ranks: collects what this rank did when.
 
     Returns:
         out [b, s_local, h_q, d_v], or (out, lse).
@@ -145,7 +152,33 @@ def flashmask_cp_attention(
     from paddle_fm3.attention import _autocast, flashmask_attention
 
     q, k, v = _autocast(q, k, v)  # before K and V travel: half the bytes
-    group = groups.resolve_group(group)
+    if dist_tensors.has_dist_tensor(q, k, v):
+        if group is not None and not dist_tensors.is_mesh(group):
+            raise ValueError("flashmask_cp_attention: group must be the ProcessMesh of the dist tensors, or None")
+        if isinstance(strategy, str) and strategy == "dual_chunk" and partition is None and plan is None:
+            raise ValueError(
+                "flashmask_cp_attention: dist tensors hold consecutive rows; for dual chunks put them in rank_order "
+                "and pass partition=dual_chunk_partition(s, num_ranks)"
+            )
+        options = {
+            "causal": causal, "strategy": strategy or "contiguous", "plan": plan, "topology": topology,
+            "softmax_scale": softmax_scale, "return_softmax_lse": True, "deterministic": deterministic,
+            "reduce_dtype": reduce_dtype, "keep_gathered": keep_gathered, "timeout_s": timeout_s, "trace": trace,
+        }  # fmt: skip
+
+        def call(q, k, v, bounds, block_mask, group, partition):  # noqa: ANN001, ANN202
+            return flashmask_cp_attention(
+                q, k, v, bounds, group=group, partition=None if plan is not None else partition, block_mask=block_mask,
+                **options,
+            )  # fmt: skip
+
+        out, lse = dist_tensors.attend(
+            call, q, k, v, startend_row_indices, block_mask, group, partition if plan is None else plan.partition,
+            needs_whole_mask=plan is None and _planned_strategy(options["strategy"]) is not None,
+        )  # fmt: skip
+        return (out, lse) if return_softmax_lse else out
+    strategy = strategy or "dual_chunk"
+    group = dist_tensors.sep_group(group) if dist_tensors.is_mesh(group) else groups.resolve_group(group)
     planned = _planned_strategy(strategy) if plan is None else plan.strategy
     if group is None and plan is None:
         whole = flashmask_attention(
@@ -170,11 +203,20 @@ def flashmask_cp_attention(
             "mask_digest": mask_digest or content_digest(startend_row_indices, causal, block_mask),
         }
 
-    if planned is not None:
+    choice = None if planned is None else PlanChoice(plan, planned, topology, partition)
+    if choice is not None and q.place.is_gpu_place():
+        if trace is not None:
+            raise ValueError("flashmask_cp_attention: trace is taken on CPU ranks; on GPUs use the GPU's profiler")
+        from paddle_fm3.distributed.planned_gpu import planned_attention_on_gpu
+
+        out, lse = planned_attention_on_gpu(
+            q, k, v, startend_row_indices, block_mask, causal, choice, describe, group, softmax_scale=softmax_scale,
+            deterministic=deterministic, reduce_dtype=reduce_dtype, timeout_s=timeout_s,
+        )  # fmt: skip
+    elif choice is not None:
         out, lse = planned_attention(
-            q, k, v, startend_row_indices, block_mask, PlanChoice(plan, planned, topology, partition), describe(),
-            group, softmax_scale=softmax_scale, reduce_dtype=reduce_dtype, keep_gathered=keep_gathered,
-            timeout_s=timeout_s, trace=trace,
+            q, k, v, startend_row_indices, block_mask, choice, describe(), group, softmax_scale=softmax_scale,
+            reduce_dtype=reduce_dtype, keep_gathered=keep_gathered, timeout_s=timeout_s, trace=trace,
         )  # fmt: skip
     else:
         out, lse = collective_attention(

@@ -247,6 +247,7 @@ def _serve(jobs: queue.SimpleQueue[_Job]) -> None:
         except BaseException as error:  # noqa: BLE001  handed to the waiting thread, which raises
             job.error = error
         job.is_done.set()
+        del job  # else the last transfer's tensors would live until the next
 
 
 _communicators: dict[tuple[int, float], Communicator] = {}

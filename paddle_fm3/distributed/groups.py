@@ -46,7 +46,7 @@ def resolve_group(group: Any | None = None) -> Any | None:
         )
     # `get_context_parallel_group` exists only on the topology that fleet builds for ep_degree > 1.
     get_group = getattr(topology, "get_context_parallel_group", None) or topology.get_sep_parallel_group
-    return _usable(get_group())
+    return usable(get_group())
 
 
 def group_size(group: Any | None) -> int:
@@ -72,8 +72,8 @@ def fleet_topology() -> Any | None:
         return None
 
 
-def _usable(group: Any) -> Any | None:
-    # fleet answers degree 1 with a one-member group that has no process group behind it.
+def usable(group: Any) -> Any | None:
+    """The group, or None for one of a single member: fleet's have no process group behind them."""
     return None if group is None or group.nranks <= 1 else group
 
 

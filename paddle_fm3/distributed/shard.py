@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import paddle
 from paddle.autograd import PyLayer
 
@@ -74,6 +75,27 @@ class _GatherRows(PyLayer):
     @staticmethod
     def backward(ctx: Any, grad: paddle.Tensor) -> paddle.Tensor:
         return shard_rows(grad, ctx.partition, ctx.rank)
+
+
+def rank_order(x: paddle.Tensor, partition: Partition, axis: int = 1) -> paddle.Tensor:
+    """A tensor of the whole sequence with rank 0's rows first, then rank 1's, ...: the order in which a dist tensor
+    that is sharded over the ranks holds them. Differentiable.
+
+    Raises:
+        ValueError: the axis does not have partition.s entries.
+    """
+    parts = [shard_rows(x, partition, rank, axis) for rank in range(partition.num_ranks)]
+    return _concat([part for part in parts if part.shape[axis]], axis, like=x)
+
+
+def token_order(x: paddle.Tensor, partition: Partition, axis: int = 1) -> paddle.Tensor:
+    """Undoes `rank_order`."""
+    if x.shape[axis] != partition.s:
+        raise ValueError(
+            f"token_order: x.shape is {x.shape}; axis {axis} must have the partition's s={partition.s} rows"
+        )
+    rows = np.concatenate([partition.rows_of(rank) for rank in range(partition.num_ranks)])  # [s]
+    return paddle.index_select(x, paddle.to_tensor(np.argsort(rows)), axis)
 
 
 def max_rows(partition: Partition) -> int:

@@ -96,6 +96,14 @@ def _documents(rng: np.random.Generator, s: int) -> Int32Array:
     return np.stack([ends, begins], axis=-1)
 
 
+def _single_token_documents(rng: np.random.Generator, s: int) -> Int32Array:
+    """One document longer than half the sequence among documents of one token each."""
+    begin = int(rng.integers(1, s // 3))
+    ends = np.arange(1, s + 1, dtype=np.int32)
+    ends[begin : begin + s * 5 // 9] = begin + s * 5 // 9
+    return ends[:, None]
+
+
 def _causal_window(rng: np.random.Generator, s: int) -> Int32Array:
     return np.minimum(np.arange(s) + max(s // 5, 1), s)[:, None]
 
@@ -131,6 +139,7 @@ MASKS = {
     "none_full": (None, False),
     "causal_documents": (_causal_documents, True),
     "documents": (_documents, False),
+    "single_token_documents": (_single_token_documents, True),
     "causal_window": (_causal_window, True),
     "padded_causal_documents": (_padded_causal_documents, True),
     "random_c1": (_random_bounds(1), True),

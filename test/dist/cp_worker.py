@@ -6,62 +6,82 @@ Usage: cp_worker.py OUTPUT_DIR
 
 from __future__ import annotations
 
+import gc
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
 from cp_cases import CASES, CpCase
+from paddle.base import core
+from rank_inputs import TIMEOUT_S, RankInputs, start
 
 from paddle_fm3.attention import flashmask_attention
 from paddle_fm3.distributed import groups
 from paddle_fm3.distributed.attention import flashmask_cp_attention
-from paddle_fm3.distributed.comm import communicator_for
+from paddle_fm3.distributed.comm import Communicator, communicator_for
 from paddle_fm3.distributed.partition import dual_chunk_partition
 from paddle_fm3.distributed.shard import shard_rows, unshard_rows
 
-TIMEOUT_S = 30.0
 PAIR_CASE_IDX = 2
+BFLOAT16_CASE_IDX = next(at for at, case in enumerate(CASES) if case.dtype == "bfloat16")
 
 
 def run_case(case: CpCase, group: object | None) -> dict[str, np.ndarray]:
-    num_ranks, rank = groups.group_size(group), groups.group_rank(group)
-    partition = case.partition(num_ranks)
-    rows = partition.rows_of(rank)
-    tensors = case.tensors()
-    q, k, v, dout = (paddle.to_tensor(tensors[name][:, rows]).astype(case.dtype) for name in ("q", "k", "v", "dout"))
-    dlse = paddle.to_tensor(tensors["dlse"][:, :, rows])  # [b, h_q, s_local]
-    for x in (q, k, v):
-        x.stop_gradient = False
-    bounds = case.bounds()
-    if bounds is not None:
-        bounds = paddle.to_tensor(bounds[:, :, rows] if case.frame == "own" else bounds)
-    block_mask = case.block_mask()
+    partition = case.partition(groups.group_size(group))
+    inputs = RankInputs.of(case, partition.rows_of(groups.group_rank(group)), group)
     how = {"partition": partition} if case.split == "scattered" else {"strategy": case.split}
+    inputs.attend(**how)  # the second call finds the prepared mask: the two paths must agree
+    return inputs.backward(*inputs.attend(**how))
 
-    def attend() -> tuple[paddle.Tensor, paddle.Tensor]:
-        return flashmask_cp_attention(
-            q,
-            k,
-            v,
-            bounds,
-            causal=case.causal,
-            group=group,
-            return_softmax_lse=True,
-            timeout_s=TIMEOUT_S,
-            block_mask=None if block_mask is None else paddle.to_tensor(block_mask),
-            reduce_dtype=case.reduce_dtype,
-            softmax_scale=case.softmax_scale,
-            **how,
-        )
 
-    attend()  # the second call finds the prepared mask: the two paths must agree
-    out, lse = attend()
-    paddle.autograd.backward([out, lse], [dout, dlse])
-    results = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    return {name: x.astype("float32").numpy() for name, x in results.items()}
+def check_gathered_again(group: object | None) -> None:
+    """keep_gathered=False gives the same bits, and what was gathered is gone between forward and backward."""
+    num_ranks, rank = groups.group_size(group), groups.group_rank(group)
+    case = CpCase("large keys", "causal_documents", 1024, d_qk=64, d_v=64, seed=20)
+    gathered_bytes = 4 * case.s * case.h_kv * (case.d_qk + case.d_v)
+    held, results = [], []
+    for keep_gathered in (True, False):
+        inputs = RankInputs.of(case, case.partition(num_ranks).rows_of(rank), group)
+        before = host_bytes()
+        out, lse = inputs.attend(strategy=case.split, keep_gathered=keep_gathered)
+        held.append(host_bytes() - before)
+        results.append(inputs.backward(out, lse))
+        del inputs, out, lse
+    for name, x in results[0].items():
+        np.testing.assert_array_equal(results[1][name], x, err_msg=name)
+    if num_ranks > 1:
+        assert abs(held[0] - held[1] - gathered_bytes) < 0.1 * gathered_bytes, (held, gathered_bytes)
+
+
+def host_bytes() -> int:
+    gc.collect()
+    return core.host_memory_stat_current_value("Allocated", 0)
+
+
+def check_reduce_dtype(group: object) -> None:
+    """In which dtype partial sums are handed to the collective. NOTE: gloo adds 16-bit numbers in fp32 anyway."""
+    seen = []
+    original = Communicator.post_reduce_scatter
+
+    def post(self: Communicator, parts: paddle.Tensor, what: str) -> Any:
+        seen.append(parts.dtype)
+        return original(self, parts, what)
+
+    Communicator.post_reduce_scatter = post
+    try:
+        for reduce_dtype, dtype in (("float32", paddle.float32), ("input", paddle.bfloat16)):
+            case = replace(CASES[BFLOAT16_CASE_IDX], reduce_dtype=reduce_dtype)
+            assert case.dtype == "bfloat16"
+            run_case(case, group)
+            assert seen == [dtype, dtype], (reduce_dtype, seen)
+            seen.clear()
+    finally:
+        Communicator.post_reduce_scatter = original
 
 
 def check_shards(group: object | None) -> None:
@@ -120,19 +140,17 @@ def check_comm(group: object) -> None:
 
 def main() -> None:
     output_dir = Path(sys.argv[1])
-    group = None
-    if int(dist.get_world_size()) > 1:
-        groups.enable_gloo_subgroups()
-        dist.init_parallel_env()
-        group = dist.new_group(list(range(dist.get_world_size())))
+    group = start()
     rank = groups.group_rank(group)
     for case_idx, case in enumerate(CASES):
         np.savez(output_dir / f"case{case_idx}_rank{rank}.npz", **run_case(case, group))
         print(f"done: {case.name}", flush=True)
     check_shards(group)
     check_refilled_mask(group)
+    check_gathered_again(group)
     if group is not None:
         check_comm(group)
+        check_reduce_dtype(group)
     if groups.group_size(group) == 4:
         # As in a data-parallel x context-parallel mesh: every process makes both groups, in the same order.
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]

@@ -7,21 +7,24 @@ Usage: plan_worker.py OUTPUT_DIR
 from __future__ import annotations
 
 import gc
+import json
 import os
 import sys
 from pathlib import Path
 
+import grid_checks
+import mesh_checks
 import numpy as np
 import paddle
 import paddle.distributed as dist
-from plan_cases import CASES, PlanCase
+from plan_cases import CASES, NODES, PlanCase, case_indices
+from rank_inputs import TIMEOUT_S, RankInputs, start
 
 from paddle_fm3.distributed import groups
 from paddle_fm3.distributed.attention import flashmask_cp_attention
 from paddle_fm3.distributed.planned import plan_attention, transport_bytes
+from paddle_fm3.distributed.topology import Topology
 from paddle_fm3.distributed.trace import Trace
-
-TIMEOUT_S = 30.0
 
 
 def moved_bytes(group: object | None) -> np.ndarray:
@@ -30,29 +33,13 @@ def moved_bytes(group: object | None) -> np.ndarray:
 
 
 def run_case(case: PlanCase, group: object | None, trace: Trace | None = None) -> dict[str, np.ndarray]:
-    num_ranks, rank = groups.group_size(group), groups.group_rank(group)
-    call, plan = case.call, case.plan(num_ranks)
-    rows = plan.partition.rows_of(rank)
-    tensors = call.tensors()
-    q, k, v, dout = (paddle.to_tensor(tensors[name][:, rows]).astype(call.dtype) for name in ("q", "k", "v", "dout"))
-    dlse = paddle.to_tensor(tensors["dlse"][:, :, rows])  # [b, h_q, s_local]
-    for x in (q, k, v):
-        x.stop_gradient = False
-    bounds = call.bounds()
-    if bounds is not None:
-        bounds = paddle.to_tensor(bounds[:, :, rows] if call.frame == "own" else bounds)
-    block_mask = call.block_mask()
+    plan = case.plan(groups.group_size(group))
+    inputs = RankInputs.of(case.call, plan.partition.rows_of(groups.group_rank(group)), group)
     before = moved_bytes(group)
-    out, lse = flashmask_cp_attention(
-        q, k, v, bounds, causal=call.causal, group=group, plan=plan, return_softmax_lse=True, timeout_s=TIMEOUT_S,
-        block_mask=None if block_mask is None else paddle.to_tensor(block_mask), reduce_dtype=call.reduce_dtype,
-        trace=trace,
-    )  # fmt: skip
+    out, lse = inputs.attend(plan=plan, trace=trace)
     gathered = moved_bytes(group)
-    paddle.autograd.backward([out, lse], [dout, dlse])
+    arrays = inputs.backward(out, lse)
     reduced = moved_bytes(group)
-    results = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    arrays = {name: x.astype("float32").numpy() for name, x in results.items()}
     arrays["gather_sent"], arrays["gather_received"] = gathered - before
     arrays["reduce_sent"], arrays["reduce_received"] = reduced - gathered
     return arrays
@@ -116,26 +103,35 @@ def growth_bytes(group: object) -> int:
 
 def main() -> None:
     output_dir = Path(sys.argv[1])
-    group = None
-    if int(dist.get_world_size()) > 1:
-        groups.enable_gloo_subgroups()
-        dist.init_parallel_env()
-        group = dist.new_group(list(range(dist.get_world_size())))
-    rank = groups.group_rank(group)
-    for case_idx, case in enumerate(CASES):
+    group = start()
+    rank, num_ranks = groups.group_rank(group), groups.group_size(group)
+    for case_idx in case_indices(num_ranks):
+        case = CASES[case_idx]
         print(f"case {case_idx}: {case.name}", flush=True)
         trace = Trace() if case_idx == 0 else None
         np.savez(output_dir / f"case{case_idx}_rank{rank}.npz", **run_case(case, group, trace))
         if trace is not None:
             trace.save(output_dir / f"trace_rank{rank}.json", rank)
     check_names_and_repeats(group)
-    if groups.group_size(group) == 2:
+    grid_checks.check_names(group)
+    if num_ranks in (2, 4):
+        grid_checks.check_gathered_again(group)
+    if num_ranks == 2:
         found = {strategy: np.array(overlap(strategy, group)) for strategy in OVERLAP_STRATEGIES}
         np.savez(output_dir / f"overlap_rank{rank}.npz", growth_bytes=growth_bytes(group), **found)
-    if groups.group_size(group) == 4:
+    if num_ranks == 4:
+        errors = grid_checks.grid(group, Topology(NODES[4]))
+        (output_dir / f"grid_rank{rank}.json").write_text(json.dumps(errors))
+    if num_ranks in (4, 8):
         # As in a data-parallel x context-parallel mesh: every process makes both groups, in the same order.
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        np.savez(output_dir / f"pair{rank // 2}_rank{rank % 2}.npz", **run_case(CASES[0], pairs[rank // 2]))
+        half = num_ranks // 2
+        halves = [dist.new_group(list(range(half))), dist.new_group(list(range(half, num_ranks)))]
+        np.savez(output_dir / f"half{rank // half}_rank{rank % half}.npz", **run_case(CASES[0], halves[rank // half]))
+    if num_ranks == 8:
+        mesh_checks.check_meshes()
+        mesh_checks.check_plain_tensors_with_a_mesh()
+        mesh_checks.check_refusals()
+    print("all checks done", flush=True)
 
 
 if __name__ == "__main__":

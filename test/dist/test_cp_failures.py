@@ -24,6 +24,7 @@ EXPECTED = {
     "own error": "rank 1: q.shape is ",
     "bounds dtype": "rank 1: startend_row_indices.dtype is paddle.int64; expected int32",
     "rows": "local rows by rank are [8, 9, 8]; the partition of s=25 wants ",
+    "prepared masks": "startend_row_indices (or block_mask) differ in content between ranks; digests:",
     "columns": "startend_row_indices has [24, 8, 24] key columns by rank; wanted all s=24 on every rank",
 }
 

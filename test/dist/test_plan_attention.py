@@ -9,10 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from grid_checks import TOLERANCE, grid_cases
 from launch import launch
-from plan_cases import CASES, NODES, PlanCase, expected_bytes
+from plan_cases import CASES, NODES, PlanCase, case_indices, expected_bytes
 from test_cp_attention import DTYPES, SEQUENCE_AXIS, oracle_of
 
+from paddle_fm3.distributed.partition import LAYOUTS
+from paddle_fm3.distributed.strategy import STRATEGIES
 from paddle_fm3.testing.compare import assert_close_to_oracle
 
 pytestmark = pytest.mark.dist
@@ -24,7 +27,7 @@ def oracle(case_idx: int) -> tuple:
     return oracle_of(CASES[case_idx].call)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+@pytest.fixture(scope="module", params=[1, 2, 3, 4, 8])
 def finished_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """One launch a rank count runs all cases; start-up costs more than the cases."""
     num_ranks = request.param
@@ -38,6 +41,8 @@ def finished_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 @pytest.mark.parametrize("case_idx", range(len(CASES)), ids=[case.name for case in CASES])
 def test_matches_the_oracle_and_moves_the_plan_s_bytes(finished_run: tuple[int, Path], case_idx: int) -> None:
     num_ranks, output_dir = finished_run
+    if case_idx not in case_indices(num_ranks):
+        pytest.skip("a selection runs on 8 ranks")
     case = CASES[case_idx]
     by_rank = [dict(np.load(output_dir / f"case{case_idx}_rank{rank}.npz")) for rank in range(num_ranks)]
     compare(case_idx, case, by_rank)
@@ -99,9 +104,27 @@ def test_a_hundred_steps_take_no_memory(finished_run: tuple[int, Path]) -> None:
         assert np.load(output_dir / f"overlap_rank{rank}.npz")["growth_bytes"] < 4e6
 
 
-def test_pairs_of_a_larger_world_are_groups_of_their_own(finished_run: tuple[int, Path]) -> None:
+def test_every_strategy_on_every_mask_is_the_one_device_operator(finished_run: tuple[int, Path]) -> None:
     num_ranks, output_dir = finished_run
     if num_ranks != 4:
-        pytest.skip("two pairs need four ranks")
-    for pair in range(2):
-        compare(0, CASES[0], [dict(np.load(output_dir / f"pair{pair}_rank{rank}.npz")) for rank in range(2)])
+        pytest.skip("measured on four ranks, two nodes of two")
+    for rank in range(num_ranks):
+        errors = json.loads((output_dir / f"grid_rank{rank}.json").read_text())
+        assert len(errors) == len(grid_cases()) * (len(STRATEGIES) + len(LAYOUTS))
+        wrong = {name: error for name, error in errors.items() if not error < TOLERANCE}
+        assert not wrong, f"rank {rank}: {wrong}"
+
+
+def test_halves_of_a_larger_world_are_groups_of_their_own(finished_run: tuple[int, Path]) -> None:
+    """And what two groups compute at their own pace is equal bit by bit."""
+    num_ranks, output_dir = finished_run
+    if num_ranks < 4:
+        pytest.skip("two halves need four ranks")
+    halves = [
+        [dict(np.load(output_dir / f"half{half}_rank{rank}.npz")) for rank in range(num_ranks // 2)]
+        for half in range(2)
+    ]
+    compare(0, CASES[0], halves[0])
+    for first, second in zip(*halves, strict=True):
+        for name in first:
+            np.testing.assert_array_equal(first[name], second[name], err_msg=name)
