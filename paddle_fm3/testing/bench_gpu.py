@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU half of tools/bench_attention.py: forward and backward of every implementation of a case, in turns.
 
-A power-limited chip is slower hot than cold, so the implementations of a case are timed in rounds, one after the
-other, after half a second of heating with the first of them: a round enqueues forward and backward of each
-behind a short wait, so that the host is ahead of the device, and CUDA events between them give the times.
-Before that every output is compared with fp32: all rows and keys of the first and the last key/value head and
-their query heads (with grouped queries of the first one only).
+A power-limited chip is slower hot than cold, and faster right after work that needs little power. So, after half a
+second of heating with the first implementation, each one's forward and then its backward run alone for a while,
+untimed until the chip is as hot as that work makes it, then timed by CUDA events between calls that are
+enqueued ahead of the device; all implementations take two turns (calls of a case that last long: one). A total
+is forward plus backward. Before that every output is compared with fp32: all rows and keys of the first and the
+last key/value head and their query heads (with grouped queries of the first one only).
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ COLUMNS = {
     "schedule": ("case", "us_median", "us_p10", "us_p90", "schedule_bytes", "refcheck"),
 }  # fmt: skip
 HEATING_S = 0.5
-ROUNDS_S, MIN_ROUNDS, MAX_ROUNDS = 1.5, 3, 15
+TURNS, WARM_S, TIMED_S = 2, 0.08, 0.12  # of each implementation and phase
+LONG_S = 0.25  # forward and backward together; longer calls take one turn and need no warming
+MIN_CALLS, MAX_CALLS = 3, 40  # timed in a turn
 MAX_RELATIVE_ERROR = 5e-3  # in the Frobenius norm, against fp32; rounding P, dS and the result to bf16 gives 2.4e-3
 _WAIT_CYCLES = 2_000_000  # about a millisecond: longer than the host takes to enqueue a call
 
@@ -80,20 +83,17 @@ def run_case(
 ) -> Iterator[Record]:
     """Checks and times every implementation that serves the case. `library`: default `sm90_library()`."""
     problem = Problem.of(benchmark_case(name), dtype)
-    attentions = make_all(problem, impls, library or sm90_library())
-    errors = check(problem, attentions)
-    heat(lambda: _both(next(iter(attentions.values()))), HEATING_S)
-    times = time_rounds(attentions, repeats)
+    attentions, errors = make_and_check(problem, impls, library or sm90_library())
+    times = time_in_turns(attentions, repeats)
     for impl, by_phase in times.items():
         is_deterministic = impl == "fm3_deterministic"
-        for phase, times_ms in by_phase.items():
+        for phase, stats in by_phase.items():
             if is_deterministic and phase == "fwd":
                 continue  # the forward is the same in both modes
             measured = {key: value for key, value in errors[impl].items() if phase == "total" or _PHASE[key] == phase}
             extra: Record = {"errors": measured}
             if impl.startswith("fm3"):
                 extra["workspace_bytes"] = attentions[impl].workspace_bytes[phase]  # type: ignore[attr-defined]
-            stats = TimingStats.from_ms(times_ms)
             yield attention_record(
                 identity, impl.removesuffix("_deterministic"), problem.case, phase, dtype, stats,
                 refcheck=all(error <= MAX_RELATIVE_ERROR for error in measured.values()),
@@ -101,35 +101,24 @@ def run_case(
             )  # fmt: skip
 
 
-def make_all(problem: Problem, impls: tuple[str, ...], library: Any) -> dict[str, Attention]:
-    """The implementations that serve the case, each having run once; a peer that fails is named and left out."""
-    attentions: dict[str, Attention] = {}
-    for impl in impls:
-        try:
-            attention = gpu_peers.make(impl, problem, library)
-            if attention is not None:
-                _both(attention)
-                torch.cuda.synchronize()
-                attentions[impl] = attention
-        except Exception as error:  # peers raise what they like
-            if impl.startswith("fm3"):
-                raise
-            print(f"{problem.case.name}: {impl} does not run: {type(error).__name__}: {str(error)[:300]}", flush=True)
-    return attentions
-
-
 _PHASE = {"out": "fwd", "dq": "bwd", "dk": "bwd", "dv": "bwd"}
 
 
-def check(problem: Problem, attentions: dict[str, Attention]) -> dict[str, dict[str, float]]:
-    """impl -> output -> largest relative error over the compared heads; each implementation runs once."""
-    case, errors = problem.case, {}
+def make_and_check(
+    problem: Problem, impls: tuple[str, ...], library: Any
+) -> tuple[dict[str, Attention], dict[str, dict[str, float]]]:
+    """The implementations that serve the case, and impl -> output -> largest relative error over the compared heads.
+
+    A peer that fails is named and left out.
+    """
+    case = problem.case
     group = case.h_q // case.h_kv
     heads = [(0, 0)] if group > 1 else sorted({(0, 0), (case.b - 1, case.h_kv - 1)})
     wanted = {
         head: reference_head(problem.q, problem.k, problem.v, problem.dout, problem.mask, *head) for head in heads
     }
-    for impl, attention in attentions.items():
+
+    def errors_of(attention: Attention) -> dict[str, float]:
         out = attention.forward()
         dq, dk, dv = attention.backward()
         worst: dict[str, float] = dict.fromkeys(_PHASE, 0.0)
@@ -138,9 +127,21 @@ def check(problem: Problem, attentions: dict[str, Attention]) -> dict[str, dict[
             keys = (b_idx, slice(None), h_kv_idx)
             for key, actual in {"out": out[rows], "dq": dq[rows], "dk": dk[keys], "dv": dv[keys]}.items():
                 worst[key] = max(worst[key], relative_error(actual, getattr(reference, key)))
-        errors[impl] = {key: float(f"{error:.3g}") for key, error in worst.items()}
-        del out, dq, dk, dv
-    return errors
+        return {key: float(f"{error:.3g}") for key, error in worst.items()}
+
+    attentions: dict[str, Attention] = {}
+    errors: dict[str, dict[str, float]] = {}
+    for impl in impls:
+        try:
+            attention = gpu_peers.make(impl, problem, library)
+            if attention is not None:
+                errors[impl] = errors_of(attention)
+                attentions[impl] = attention
+        except Exception as error:  # peers raise what they like
+            if impl.startswith("fm3"):
+                raise
+            print(f"{case.name}: {impl} does not run: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    return attentions, errors
 
 
 def _both(attention: Attention) -> None:
@@ -148,38 +149,54 @@ def _both(attention: Attention) -> None:
     attention.backward()
 
 
-def heat(call: Call, seconds: float) -> None:
-    """Calls for about `seconds`, the first call's warm-up not counted."""
+def heat(call: Call, seconds: float) -> float:
+    """Calls for about `seconds`; returns how long one call takes, in seconds."""
     call()
     torch.cuda.synchronize()
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    begin, num_calls = time.perf_counter(), 0
+    while num_calls == 0 or time.perf_counter() < begin + seconds:
         call()
         torch.cuda.synchronize()
+        num_calls += 1
+    return (time.perf_counter() - begin) / num_calls
 
 
-def time_rounds(attentions: dict[str, Attention], repeats: int | None = None) -> dict[str, dict[str, list[float]]]:
-    """impl -> phase -> milliseconds of each round: `repeats` rounds, else as many as fit in ROUNDS_S, at least
-    MIN_ROUNDS and at most MAX_ROUNDS."""
-    times = {impl: {phase: [] for phase in ("fwd", "bwd", "total")} for impl in attentions}
-    end = time.perf_counter() + ROUNDS_S
-    num_rounds = 0
-    while num_rounds < (repeats or MIN_ROUNDS) or (
-        repeats is None and num_rounds < MAX_ROUNDS and time.perf_counter() < end
-    ):
-        num_rounds += 1
+def time_in_turns(attentions: dict[str, Attention], repeats: int | None = None) -> dict[str, dict[str, TimingStats]]:
+    """impl -> phase -> milliseconds of a call. `repeats`: timed calls in a turn, by default what fits in TIMED_S."""
+    duration_s = heat(lambda: _both(next(iter(attentions.values()))), HEATING_S)
+    is_long = duration_s > LONG_S
+    times: dict[str, dict[str, list[float]]] = {impl: {"fwd": [], "bwd": []} for impl in attentions}
+    for _ in range(1 if is_long else TURNS):
         for impl, attention in attentions.items():
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-            torch.cuda._sleep(_WAIT_CYCLES)
-            events[0].record()
-            attention.forward()
-            events[1].record()
-            attention.backward()
-            events[2].record()
-            events[2].synchronize()
-            for phase, (begin, stop) in {"fwd": (0, 1), "bwd": (1, 2), "total": (0, 2)}.items():
-                times[impl][phase].append(events[begin].elapsed_time(events[stop]))
-    return times
+            times[impl]["fwd"] += time_block(attention.forward, repeats, is_long)
+            times[impl]["bwd"] += time_block(attention.backward, repeats, is_long)
+    stats = {
+        impl: {phase: TimingStats.from_ms(times_ms) for phase, times_ms in by_phase.items()}
+        for impl, by_phase in times.items()
+    }
+    for by_phase in stats.values():
+        fwd, bwd = by_phase["fwd"], by_phase["bwd"]
+        by_phase["total"] = TimingStats(
+            fwd.ms_median + bwd.ms_median, fwd.ms_p10 + bwd.ms_p10, fwd.ms_p90 + bwd.ms_p90,
+            min(fwd.repeats, bwd.repeats),
+        )  # fmt: skip
+    return stats
+
+
+def time_block(call: Call, repeats: int | None, is_long: bool) -> list[float]:
+    """Milliseconds of calls that follow each other without a gap."""
+    num_calls = repeats or MIN_CALLS
+    if not is_long:
+        duration_s = heat(call, WARM_S)
+        num_calls = repeats or min(max(MIN_CALLS, int(TIMED_S / duration_s)), MAX_CALLS)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_calls + 1)]
+    torch.cuda._sleep(_WAIT_CYCLES)
+    for event in events[:-1]:
+        event.record()
+        call()
+    events[-1].record()
+    events[-1].synchronize()
+    return [begin.elapsed_time(end) for begin, end in zip(events, events[1:])]  # noqa: B905
 
 
 def time_call(call: Call, seconds: float, repeats: int | None) -> list[float]:

@@ -123,6 +123,8 @@ class Sm90:
     def prepare(self, params: FwdParams) -> torch.Tensor:
         """Gives `params` a workspace; the caller keeps the returned tensor alive."""
         num_bytes = self.library.fm3_sm90_fwd_workspace_bytes(ctypes.byref(params))
+        if num_bytes < 0:
+            raise Sm90Error(2, self.library.fm3_sm90_last_error().decode())
         workspace = torch.empty(max(num_bytes, 1), dtype=torch.uint8, device="cuda")
         params.workspace, params.workspace_bytes = workspace.data_ptr(), num_bytes
         return workspace

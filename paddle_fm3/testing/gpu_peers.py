@@ -62,7 +62,7 @@ class Problem:
 
 
 class Attention:
-    """One implementation on one problem. `backward` belongs to the latest `forward`."""
+    """One implementation on one problem. `backward` belongs to the latest `forward` and may be called repeatedly."""
 
     def forward(self) -> torch.Tensor:
         """Enqueues the forward; out [b, s_q, h_q, d_v]."""
@@ -120,8 +120,7 @@ class Autograd(Attention):
         return self._restore(self._out.detach())
 
     def backward(self) -> Grads:
-        out, self._out = self._out, None
-        dq, dk, dv = torch.autograd.grad(out, self._inputs, self._dout)
+        dq, dk, dv = torch.autograd.grad(self._out, self._inputs, self._dout, retain_graph=True)
         return self._restore(dq), self._restore(dk), self._restore(dv)
 
 
@@ -248,5 +247,5 @@ def _block_mask(case: AttentionCase, visible: Callable[..., Any]) -> Any:
     for tile_class in (TileClass.PARTIAL, TileClass.FULL):
         is_listed = classes == int(tile_class)
         lists.append(is_listed.sum(-1, dtype=torch.int32))
-        lists.append(is_listed.byte().argsort(-1, descending=True, stable=True).int())
+        lists.append(torch.argsort(is_listed.int(), dim=-1, descending=True, stable=True).int())
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, mask_mod=visible, seq_lengths=(case.s_q, case.s_k))
