@@ -6,6 +6,8 @@
     tools/sanitize.py --tool memcheck --kernel d128_bf16 --direction fwd
     tools/sanitize.py --jobs 4                   processes at a time
 
+    tools/sanitize.py --control                  whether racecheck understands what the kernels synchronise with
+
 Needs a Hopper GPU, libfm3_sm90.so, NumPy, ml_dtypes and compute-sanitizer; no framework. Outputs are compared with
 the fp64 oracle too. The exit status is 1 if a tool found something, a result was wrong or a run did not end.
 """
@@ -18,6 +20,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -114,6 +117,23 @@ def sanitize(tool: str, kernel: str, direction: str, case_names: list[str], limi
     return False, f"{summary}: exit status {done.returncode}\n{text}"
 
 
+def run_control() -> int:
+    """Runs racecheck_control.cu under racecheck: 0 if it reports the race and nothing else, else 1."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "racecheck_control"
+        source = Path(__file__).with_name("racecheck_control.cu")
+        subprocess.run(["nvcc", "-gencode=arch=compute_90a,code=sm_90a", "-o", program, source], check=True)
+        is_reported = {}
+        for mode in ("all", "elected", "none"):
+            done = subprocess.run(
+                ["compute-sanitizer", "--tool", "racecheck", "--error-exitcode", "9", program, mode],
+                capture_output=True, text=True, timeout=60,
+            )  # fmt: skip
+            is_reported[mode] = done.returncode == 9
+            print(f"control, {mode}: {'reported' if is_reported[mode] else 'clean'}\n{done.stdout[-400:]}", flush=True)
+    return 0 if is_reported == {"all": False, "elected": False, "none": True} else 1
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tool", action="append", choices=TOOLS, help="may be repeated (default: all)")
@@ -122,6 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--case", action="append", help=f"hostile case (default: {', '.join(CASES)})")
     parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1), help="processes at a time")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds of one process")
+    parser.add_argument("--control", action="store_true", help="run tools/racecheck_control.cu only; needs nvcc")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     cases = options.case or list(CASES)
@@ -131,6 +152,8 @@ def main(arguments: list[str] | None = None) -> int:
     if shutil.which("compute-sanitizer") is None:
         print("sanitize: no compute-sanitizer in PATH; it comes with the CUDA toolkit", file=sys.stderr)
         return 1
+    if options.control:
+        return run_control()
     jobs = [
         (tool, kernel, direction)
         for tool in options.tool or TOOLS
