@@ -69,7 +69,9 @@ __global__ void hand_over(int mode, int* sum) {
 
 int main(int argc, char** argv) {
   const char* name = argc > 1 ? argv[1] : "all";
-  const int mode = !std::strcmp(name, "all") ? kAll : !std::strcmp(name, "elected") ? kElected : kNone;
+  const int mode = !std::strcmp(name, "all")       ? kAll
+                   : !std::strcmp(name, "elected") ? kElected
+                                                   : kNone;
   int *sum = nullptr, result = 0;
   cudaMalloc(&sum, sizeof(int));
   cudaMemset(sum, 0, sizeof(int));
@@ -77,6 +79,9 @@ int main(int argc, char** argv) {
   const cudaError_t status = cudaMemcpy(&result, sum, sizeof(int), cudaMemcpyDeviceToHost);
   const int count = kRounds * 32;
   const bool is_right = result == count * (count - 1) / 2;
-  std::printf("%s: %s\n", name, status != cudaSuccess ? cudaGetErrorString(status) : is_right ? "ok" : "wrong sum");
+  std::printf("%s: %s\n", name,
+              status != cudaSuccess ? cudaGetErrorString(status)
+              : is_right            ? "ok"
+                                    : "wrong sum");
   return status == cudaSuccess && (is_right || mode == kNone) ? 0 : 1;
 }
