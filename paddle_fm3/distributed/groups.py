@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
+from pathlib import Path
 from typing import Any
 
 import paddle.distributed as dist
@@ -12,6 +14,8 @@ from paddle.base import core
 from paddle.distributed import collective
 
 STORE_TIMEOUT_S = 300
+LOWEST_PORT = 10000
+EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _original_new_process_group: Any = None
 _group_stores: dict[int, Any] = {}  # group id -> its TCPStore, kept alive as long as the process
 
@@ -121,6 +125,21 @@ def _make_group_store(parent_store: Any, rank: int, world_size: int, group_id: i
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens at and that no outgoing connection can take before the store is built.
+
+    NOTE: the system hands out the ports of its ephemeral range to connections, and the ranks make many at this very
+    moment; a port that it would offer here can be gone again when the store wants it.
+    """
+    try:
+        lowest_ephemeral = int(EPHEMERAL_RANGE.read_text().split()[0])
+    except (OSError, ValueError):
+        lowest_ephemeral = 32768
+    below = range(min(LOWEST_PORT, lowest_ephemeral - 1), lowest_ephemeral)
+    for port in (*random.SystemRandom().sample(below, min(len(below), 64)), 0):  # 0: whatever the system offers
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return probe.getsockname()[1]
+    raise RuntimeError("paddle_fm3: no free port for the store of a gloo group")
