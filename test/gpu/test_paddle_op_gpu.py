@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -82,16 +83,18 @@ def run_op(
     return dict(zip(OUTPUTS, map(to_array, (out, lse, q.grad, k.grad, v.grad)), strict=True))
 
 
-def oracles(
-    case: AttentionCase, inputs: AttentionInputs, dtype: str, outputs: tuple[str, ...] = ("out", "lse")
-) -> tuple[Arrays, Arrays]:
-    """Exact results and those of the naive low-precision formula."""
+@lru_cache(maxsize=32)
+def expected(
+    case: AttentionCase, dtype: str, outputs: tuple[str, ...] = ("out", "lse")
+) -> tuple[AttentionInputs, Arrays, Arrays]:
+    """Inputs, exact results, and those of the naive low-precision formula."""
+    inputs = make_inputs(case, DTYPES[dtype])
     arguments = case.call_arguments()
     arguments["dout"] = inputs.dout if "out" in outputs else np.zeros_like(inputs.dout)
     arguments["dlse"] = inputs.dlse if "lse" in outputs else np.zeros_like(inputs.dlse)
     exact = reference.attention(inputs.q, inputs.k, inputs.v, **arguments)
     naive = reference.low_precision_attention(DTYPES[dtype], inputs.q, inputs.k, inputs.v, **arguments)
-    return tuple({name: getattr(x, name) for name in OUTPUTS} for x in (exact, naive))  # type: ignore[return-value]
+    return inputs, *({name: getattr(x, name) for name in OUTPUTS} for x in (exact, naive))
 
 
 def check(actual: Arrays, exact: Arrays, naive: Arrays, case: AttentionCase) -> None:
@@ -101,8 +104,8 @@ def check(actual: Arrays, exact: Arrays, naive: Arrays, case: AttentionCase) -> 
 
 
 def check_case(case: AttentionCase, dtype: str, **options: object) -> None:
-    inputs = make_inputs(case, DTYPES[dtype])
-    check(run_op(case, inputs, **options), *oracles(case, inputs, dtype), case)  # type: ignore[arg-type]
+    inputs, exact, naive = expected(case, dtype)
+    check(run_op(case, inputs, **options), exact, naive, case)  # type: ignore[arg-type]
 
 
 def is_served(case: AttentionCase) -> bool:
@@ -125,7 +128,7 @@ def test_every_head_dim(name: str, heads: tuple[int, int], dtype: str) -> None:
     check_case(replace(case, name=f"{name}_d{heads}", d_qk=heads[0], d_v=heads[1]), dtype)
 
 
-def long_case() -> AttentionCase:
+def _long_case() -> AttentionCase:
     """Several tiles in both directions, GQA, documents of odd length."""
     mask = builders.causal_document([500, 1, 233, 366])
 
@@ -136,18 +139,19 @@ def long_case() -> AttentionCase:
     return AttentionCase("paddle_gpu_long", 2, 1100, 1100, 4, 2, 128, 128, build_mask=build)
 
 
+LONG_CASE = _long_case()
+
+
 @pytest.mark.parametrize("outputs", [("out",), ("lse",)], ids=lambda outputs: f"only_{outputs[0]}")
 def test_a_missing_output_gradient_counts_as_zero(outputs: tuple[str, ...]) -> None:
     case = hostile_case("documents_mixed_causal")
-    inputs = make_inputs(case, DTYPES["bfloat16"])
-    exact, naive = oracles(case, inputs, "bfloat16", outputs)
+    inputs, exact, naive = expected(case, "bfloat16", outputs)
     check(run_op(case, inputs, outputs=outputs), exact, naive, case)
 
 
 def test_deterministic_gradients_repeat_bitwise() -> None:
-    case = long_case()
-    inputs = make_inputs(case, DTYPES["bfloat16"])
-    exact, naive = oracles(case, inputs, "bfloat16")
+    case = LONG_CASE
+    inputs, exact, naive = expected(case, "bfloat16")
     first = run_op(case, inputs, deterministic=True)
     check(first, exact, naive, case)
     for _ in range(3):
@@ -164,8 +168,7 @@ def test_column_mask_and_window() -> None:
     case = AttentionCase(
         "window", 1, s, s, 2, 1, 64, 64, build_mask=lambda: RawMask(*builders.sliding_window(s, 40).to_bounds())
     )
-    inputs = make_inputs(case, DTYPES["bfloat16"])
-    exact, naive = oracles(case, inputs, "bfloat16")
+    inputs, exact, naive = expected(case, "bfloat16")
     for arguments in ({"startend_row_indices": builders.sliding_window(s, 40)}, {"window_size": 39, "causal": True}):
         q, k, v = (to_tensor(x) for x in (inputs.q, inputs.k, inputs.v))
         poison()
@@ -179,7 +182,7 @@ def test_same_meaning_as_on_the_cpu() -> None:
 
     for name in ("random_c2_211x338_h4_2_hm2_d128_block_mask", "kind_prefix_document", "causal_fewer_keys_hidden_rows"):
         case = hostile_case(name)
-        inputs = make_inputs(case, DTYPES["bfloat16"])
+        inputs, _, naive = expected(case, "bfloat16")
         cpu = paddle.CPUPlace()
         q, k, v = (paddle.to_tensor(np.asarray(x, np.float32), place=cpu) for x in (inputs.q, inputs.k, inputs.v))
         arguments = {
@@ -188,7 +191,6 @@ def test_same_meaning_as_on_the_cpu() -> None:
         }
         out, lse = flashmask_attention(q, k, v, **arguments, return_softmax_lse=True)
         assert out.place.is_cpu_place()
-        _, naive = oracles(case, inputs, "bfloat16")
         actual = run_op(case, inputs)
         assert_close_to_oracle(actual["out"], out.numpy(), naive["out"], "out", case)
         assert_close_to_oracle(actual["lse"], lse.numpy(), naive["lse"], "lse", case)
@@ -213,8 +215,8 @@ def test_runs_on_the_stream_of_the_guard() -> None:
     ties it to the latter."""
     from paddle_fm3 import flashmask_attention
 
-    case = long_case()
-    inputs = make_inputs(case, DTYPES["bfloat16"])
+    case = LONG_CASE
+    inputs, _, _ = expected(case, "bfloat16")
     wanted = run_op(case, inputs)
     q, k, v = (to_tensor(x) for x in (inputs.q, inputs.k, inputs.v))
     arguments = mask_arguments(case)
@@ -241,10 +243,11 @@ def test_graph_capture_and_replay() -> None:
 
     from paddle_fm3 import flashmask_attention
 
-    case, other = (replace(long_case(), name=f"graph_{idx}") for idx in range(2))
+    case = LONG_CASE
     bounds = np.ascontiguousarray(np.minimum(case.build_mask().startend_row_indices + 57, case.s_k))
-    other = replace(other, build_mask=lambda: RawMask(bounds, True))
-    inputs, other_inputs = (make_inputs(x, DTYPES["bfloat16"]) for x in (case, other))
+    other = replace(case, name="graph", build_mask=lambda: RawMask(bounds, True))
+    inputs, exact, naive = expected(case, "bfloat16")
+    other_inputs, other_exact, other_naive = expected(other, "bfloat16")
     tensors = [to_tensor(x, needs_grad=True) for x in (inputs.q, inputs.k, inputs.v)]
     dout, dlse = to_tensor(inputs.dout), to_tensor(inputs.dlse)
     arguments = mask_arguments(case)
@@ -254,7 +257,7 @@ def test_graph_capture_and_replay() -> None:
         return [out, lse, *paddle.grad([out, lse], tensors, grad_outputs=[dout, dlse])]
 
     wanted = [to_array(x) for x in step()]  # also loads the kernels, which a capture may not
-    check(dict(zip(OUTPUTS, wanted, strict=True)), *oracles(case, inputs, "bfloat16"), case)
+    check(dict(zip(OUTPUTS, wanted, strict=True)), exact, naive, case)
     poison()
     paddle.device.cuda.synchronize()
     graph = CUDAGraph()
@@ -277,13 +280,13 @@ def test_graph_capture_and_replay() -> None:
     graph.replay()
     paddle.device.cuda.synchronize()
     got = dict(zip(OUTPUTS, map(to_array, results), strict=True))
-    check(got, *oracles(other, other_inputs, "bfloat16"), other)
+    check(got, other_exact, other_naive, other)
 
 
 def test_takes_no_memory_behind_paddle() -> None:
     """What the driver has left does not change over calls: workspaces come from Paddle's allocator."""
-    case = long_case()
-    inputs = make_inputs(case, DTYPES["bfloat16"])
+    case = LONG_CASE
+    inputs, _, _ = expected(case, "bfloat16")
     runtime = ctypes.CDLL("libcuda.so.1")
 
     def free_bytes() -> int:
@@ -309,8 +312,7 @@ def test_another_device_than_the_current_one() -> None:
     if paddle.device.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     case = hostile_case("documents_mixed_causal")
-    inputs = make_inputs(case, DTYPES["bfloat16"])
-    exact, naive = oracles(case, inputs, "bfloat16")
+    inputs, exact, naive = expected(case, "bfloat16")
     check(run_op(case, inputs, device=1), exact, naive, case)
 
 
