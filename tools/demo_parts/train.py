@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import paddle
-import sparse_dispatch
 from attention_timer import AttentionTimer
 from paddlenlp.trainer import Trainer, TrainerCallback
 from paddlenlp.transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
@@ -151,7 +150,6 @@ def main() -> None:
         report_to=[],
         seed=config["seed"],
     )
-    sparse_dispatch.install()
     timer = AttentionTimer()
     timer.install()
     metrics = MetricsWriter(run_dir / f"metrics_cp{num_ranks}.jsonl", timer, config["s"] * config["batch_size"])
