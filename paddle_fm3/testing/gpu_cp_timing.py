@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -29,10 +32,40 @@ def tile_order(schedule: torch.Tensor, mask: GpuMask) -> list[int]:
     return entries.reshape(-1, 2)[:, 0].tolist()
 
 
+class MemoryOwner:
+    """Another process with GPU memory that this one maps, as it maps that of the other ranks. Copies out of it are made
+    by copy engines; copies inside one process and one GPU are kernels, whatever is asked for (seen on an H200).
+
+    Args:
+        device_idx: GPU of the memory.
+    """
+
+    def __init__(self, device: Sm90Device, num_bytes: int, device_idx: int = 0) -> None:
+        code = (
+            "import sys; from paddle_fm3._native import sm90_library\n"
+            "from paddle_fm3.distributed.device import Sm90Device\n"
+            "device = Sm90Device(sm90_library()); address = device.malloc(int(sys.argv[1]))\n"
+            "print(device.ipc_export(address).hex(), flush=True); sys.stdin.read()"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code, str(num_bytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": str(device_idx)},
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        self._device, self.address = device, device.ipc_open(bytes.fromhex(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        self._device.ipc_close(self.address)
+        self._process.communicate(timeout=20)
+
+
 class LateKeys:
     """One forward whose keys [num_local, s_k) are copied into place by copy engines, on a stream of their own."""
 
-    def __init__(self, device: Sm90Device, case: AttentionCase, num_local: int, num_pieces: int) -> None:
+    def __init__(
+        self, device: Sm90Device, case: AttentionCase, num_local: int, num_pieces: int, source_device_idx: int = 0
+    ) -> None:
         self.device, self._num_local = device, num_local
         self.mask = GpuMask.of(case)
         generator = torch.Generator("cuda").manual_seed(1)
@@ -54,16 +87,24 @@ class LateKeys:
         torch.cuda.synchronize()
         self._params = sm90.forward_params(self.q, self.k, self.v, self.mask, self.out, self.lse, schedule=schedule)
         self._keep = (schedule, sm90.prepare(self._params))
+        self._owner = MemoryOwner(device, self.k.nbytes + self.v.nbytes, source_device_idx)
+        sources = self._owner.address, self._owner.address + self.k.nbytes
+        device.copy([(sources[0], self.k.data_ptr(), self.k.nbytes), (sources[1], self.v.data_ptr(), self.v.nbytes)],
+                    self.copy_stream.cuda_stream)  # fmt: skip
+        torch.cuda.synchronize()
         cuts = np.linspace(num_local, case.s_k, num_pieces + 1).astype(int).tolist()
         self._pieces = []
         for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
             copies = []
-            for to, source in ((self.k, self.k_full), (self.v, self.v_full)):
+            for to, source in zip((self.k, self.v), sources, strict=True):
                 for entry in range(case.b):
-                    at = entry * source.stride(0) * ELEM_BYTES + begin * source.stride(1) * ELEM_BYTES
-                    size = (end - begin) * source.stride(1) * ELEM_BYTES
-                    copies.append((to.data_ptr() + at, source.data_ptr() + at, size))
+                    at = entry * to.stride(0) * ELEM_BYTES + begin * to.stride(1) * ELEM_BYTES
+                    size = (end - begin) * to.stride(1) * ELEM_BYTES
+                    copies.append((to.data_ptr() + at, source + at, size))
             self._pieces.append((copies, end))
+
+    def close(self) -> None:
+        self._owner.close()
 
     @property
     def status(self) -> int:

@@ -30,12 +30,15 @@ def test_keys_are_nan_until_they_arrive(device: Sm90Device, name: str, num_piece
     case = resized(benchmark_case(name), b=1, h_q=8, h_kv=2)
     late = gpu_cp_timing.LateKeys(device, case, num_local=2000, num_pieces=num_pieces)
     out, lse = Sm90(device._library).forward(late.q, late.k_full, late.v_full, late.mask)
-    for delay_ms in (0.0, 2.0):
-        late.poison()
-        late.run(delay_ms=delay_ms)
-        torch.cuda.synchronize()
-        assert late.status == 0
-        assert torch.equal(late.out, out) and torch.equal(late.lse, lse)
+    try:
+        for delay_ms in (0.0, 2.0):
+            late.poison()
+            late.run(delay_ms=delay_ms)
+            torch.cuda.synchronize()
+            assert late.status == 0
+            assert torch.equal(late.out, out) and torch.equal(late.lse, lse)
+    finally:
+        late.close()
 
 
 def test_local_tiles_come_first_and_nothing_else_changes(device: Sm90Device) -> None:
@@ -59,7 +62,10 @@ def test_local_tiles_come_first_and_nothing_else_changes(device: Sm90Device) -> 
 def test_keys_that_never_come_end_in_a_status(device: Sm90Device) -> None:
     case = resized(benchmark_case("8k_full"), b=1, h_q=8, h_kv=2)
     late = gpu_cp_timing.LateKeys(device, case, num_local=2000, num_pieces=1)
-    late.poison()
-    late.run(delay_ms=0.0, is_sent=False, timeout_us=20_000)
-    torch.cuda.synchronize()  # the kernel ends
-    assert 2000 < late.status <= 8192
+    try:
+        late.poison()
+        late.run(delay_ms=0.0, is_sent=False, timeout_us=20_000)
+        torch.cuda.synchronize()  # the kernel ends
+        assert 2000 < late.status <= 8192
+    finally:
+        late.close()
