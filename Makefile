@@ -9,6 +9,7 @@
 #   VENV=path             an environment elsewhere
 #   JOBS=4                parallel compile jobs
 #   CUDA=ON               also build the Hopper kernels (needs nvcc 12.8 or newer)
+#   PADDLE=folder         build the op against this `paddle` folder, a GPU build's say, not the environment's
 #   DATA=folder RUN=name TOKENIZER=tokenizer.json DEMO_ARGS="--steps 20"     for `make demo`
 #   PYTEST_ARGS="-k window"                                                  for the test targets
 
@@ -16,6 +17,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 JOBS ?= $(shell nproc)
 CUDA ?= OFF
+PADDLE ?=
 DATA ?=
 RUN ?=
 TOKENIZER ?=
@@ -47,7 +49,7 @@ $(SETUP_STAMP): requirements.txt requirements-paddlenlp.txt constraints.txt
 
 build: setup
 	@PATH="$(BIN):$$PATH" cmake -S . -B build -G Ninja --log-level=WARNING -DFM3_CUDA=$(CUDA) -DFM3_TESTS=ON \
-	  -DPython_EXECUTABLE=$(BIN)/python
+	  -DPython_EXECUTABLE=$(BIN)/python -DPaddle_ROOT="$(abspath $(PADDLE))"
 	@PATH="$(BIN):$$PATH" cmake --build build -j $(JOBS)
 
 # CMake goes on without the planner module where Python.h is missing; context parallelism then has nothing to run on.
