@@ -45,7 +45,7 @@ struct TileInfo {
 };
 
 // One step: written by the loader, read by consumers and the dQ writer.
-struct StepInfo {
+struct alignas(16) StepInfo {
   int32_t q_tile_idx;
   uint32_t flags;  // kStepPartial, kStepBoundsSlot
   int32_t h_q_idx;

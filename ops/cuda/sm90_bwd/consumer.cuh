@@ -4,13 +4,11 @@
 //
 // Order of one step i. Both warpgroups run in step: they meet once a step.
 //     P_i = exp2(S_i scale - lse)                    while dQ_{i-1} and dK_{i-1} run
-//     stage dQ_{i-1} | issue dP_i (on top of -delta), dV_i | hand dQ_{i-1} over
+//     stage dQ_{i-1}, load delta, hand dQ_{i-1} over | issue dP_i (on top of -delta), dV_i
 //     dS_i = P_i dP_i, store                         while dV_i runs
-//     issue S_{i+1} | meet | issue dQ_i, dK_i
+//     issue S_{i+1}, load lse | meet | issue dQ_i, dK_i
 // Floors of a step at d = 128, in cycles: 2560 of the tensor cores, 3000 of shared memory, 2000 for
-// the reduction to read its 32 KB. Measured (H200, 8K full, ncu): 4300, of which 590 wait for the
-// reduction to free the dQ buffer and about 900 for shared-memory loads and fences that are slow
-// while products run. results/sm90_bwd.md has the samples, and two orders not run yet.
+// the reduction to read its 32 KB. results/sm90_bwd.md has what other orders took.
 #pragma once
 
 #include <type_traits>
@@ -134,19 +132,23 @@ __device__ __forceinline__ void store_gradient_tma(const float (&acc)[kDim / 2],
 
 // The thread's scores of step `count` turn into P = exp2(S * scale - lse), log2 throughout. A hidden
 // row has lse = +inf, hence P = 0.
-template <class C>
-__device__ __forceinline__ void scores_to_p(float (&x)[32], const Smem<C>& smem, uint32_t count,
-                                            float scale_log2) {
-  const int32_t lane = threadIdx.x % 32;
-  const StepInfo& info = smem.info[count % kNumInfo];
-  const float* lse = smem.lse_log2[count % C::kQStages] + 2 * (lane % 4);
+__device__ __forceinline__ void load_rows(float2 (&values)[8], const float* rows) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    const float2 row = *reinterpret_cast<const float2*>(lse + 8 * j);
+    values[j] = *reinterpret_cast<const float2*>(rows + 8 * j + 2 * (threadIdx.x % 4));
+  }
+}
+template <class C>
+__device__ __forceinline__ void scores_to_p(float (&x)[32], const float2 (&lse)[8],
+                                            const Smem<C>& smem, uint32_t count, float scale_log2) {
+  const int32_t lane = threadIdx.x % 32;
+  const StepInfo& info = smem.info[count % kNumInfo];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      x[4 * j + 2 * i] = fmaf(x[4 * j + 2 * i], scale_log2, -row.x);
-      x[4 * j + 2 * i + 1] = fmaf(x[4 * j + 2 * i + 1], scale_log2, -row.y);
+      x[4 * j + 2 * i] = fmaf(x[4 * j + 2 * i], scale_log2, -lse[j].x);
+      x[4 * j + 2 * i + 1] = fmaf(x[4 * j + 2 * i + 1], scale_log2, -lse[j].y);
     }
   }
   const uint32_t flags = info.flags;
@@ -232,6 +234,8 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
     for (int idx = 0; idx < C::kDimV / 2; ++idx) acc_dv[idx] = 0.f;
     if (num_steps > 0) {
       float acc_s[32], acc_dp[32], acc_dq[kDqN / 2];
+      // Of the rows of the step to come, read well before use: loads are slow while products run.
+      float2 lse[8];
       uint32_t reg_p[16];
       ptx::mbar_wait(&smem.q_full[step_pos.slot()], step_pos.parity());
       ptx::mbar_wait(&smem.k_full, num_kv & 1);
@@ -247,7 +251,8 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
       ptx::wgmma_pin(acc_s);
       ptx::mbar_wait(&smem.dout_full[step_pos.count % C::kDoutStages],
                      step_pos.count / C::kDoutStages & 1);  // the bounds come with dO
-      scores_to_p<C>(acc_s, smem, step_pos.count, scale_log2);
+      load_rows(lse, smem.lse_log2[step_pos.slot()]);
+      scores_to_p<C>(acc_s, lse, smem, step_pos.count, scale_log2);
 
       const auto run_step = [&](bool is_first,
                                 auto is_last_constant) __attribute__((always_inline)) {
@@ -265,6 +270,8 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
           acc_dp[4 * j] = acc_dp[4 * j + 2] = row.x;
           acc_dp[4 * j + 1] = acc_dp[4 * j + 3] = row.y;
         }
+        // The sooner the better: the reduction reads the buffer for 1800 to 2000 cycles of a step.
+        if (!is_first) hand_over_dq(smem);
         ptx::wgmma_fence();
         gemm_depth_major<kBlockQ, C::kDimV, C::kBlockK, kBlockQ, T>(
             acc_dp, desc_v, ptx::advance(desc_dout, dout_slot * Sizes<C>::kDoutBytes), true);
@@ -281,8 +288,6 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
         gemm_from_registers<C::kDimV, T>(
             acc_dv, reg_p, ptx::advance(desc_dout_mn, dout_slot * Sizes<C>::kDoutBytes));
         ptx::wgmma_commit();
-        // The fence waits for the stores of the staged dQ: not before there is time for it.
-        if (!is_first) hand_over_dq(smem);
         ptx::wgmma_wait<1>();  // dP - delta
         ptx::wgmma_pin(acc_dp);
 
@@ -314,6 +319,7 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
           ptx::wgmma_commit();
         }
         ptx::fence_proxy_async();
+        if constexpr (!is_last) load_rows(lse, smem.lse_log2[(step_pos.count + 1) % C::kQStages]);
         ptx::named_barrier_sync(kStepBarrier, 256);
 
         ptx::wgmma_fence();
@@ -337,7 +343,7 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
         if constexpr (!is_last) {
           const uint32_t next = step_pos.count + 1;
           ptx::mbar_wait(&smem.dout_full[next % C::kDoutStages], next / C::kDoutStages & 1);
-          scores_to_p<C>(acc_s, smem, next, scale_log2);
+          scores_to_p<C>(acc_s, lse, smem, next, scale_log2);
         }
         ptx::wgmma_wait<1>();  // dQ
         ptx::wgmma_pin(acc_dq);

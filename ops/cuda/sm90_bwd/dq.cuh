@@ -141,7 +141,8 @@ class DqWriter {
       for (int32_t part = tile.num_steps * C::kDqParts; part > 0; --part, ++dq_pos.count) {
         ptx::mbar_wait(&smem_.dq_full, dq_pos.parity());
         part_idx_ = dq_pos.count % C::kDqParts;
-        const volatile StepInfo& info = smem_.info[dq_pos.count / C::kDqParts % kNumInfo];
+        const StepInfo info =
+            smem_.info[dq_pos.count / C::kDqParts % kNumInfo];  // one 16-byte load
         if ((info.visits_order & 0xFFFF) > 1) {
           if (!is_ring_ours) {
             wait_for_ring(tile);
@@ -174,8 +175,7 @@ class DqWriter {
     fence_proxy_async_all();
   }
 
-  __device__ __forceinline__ void add(const volatile TileInfo& tile,
-                                      const volatile StepInfo& info) {
+  __device__ __forceinline__ void add(const volatile TileInfo& tile, const StepInfo& info) {
     const int32_t b_idx = tile.b_idx;
     const int32_t sum_idx =
         ((tile.ring_row + info.h_q_idx) * args_.num_q_tiles + info.q_tile_idx) * C::kDqParts +
@@ -217,7 +217,7 @@ class DqWriter {
     has_unpublished_ = false;
   }
   __device__ __forceinline__ void reserve(int32_t b_idx, int32_t ring_sum_idx,
-                                          const volatile StepInfo& info) {
+                                          const StepInfo& info) {
     ptx::mbar_wait(&smem_.event_empty[reserved_.slot()], reserved_.write_parity());
     volatile DqEvent& event = smem_.event[reserved_.slot()];
     event.b_idx = b_idx;
