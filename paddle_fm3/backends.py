@@ -19,6 +19,7 @@ DTYPES = {
 }
 DEVICES = {"cpu": "cpu", "sm90": "gpu"}  # backend -> the device whose tensors it takes
 DIRECTIONS = ("forward", "backward")
+_GPU_OP = "build it for a GPU Paddle: `make build CUDA=ON PADDLE=<its paddle folder>`"
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,9 @@ def _verdict(backend: str, call: AttentionCall) -> Verdict:
         library = _native.cpu_library() if backend == "cpu" else _native.sm90_library()
     except _native.NativeLibraryError as error:
         return refused(str(error))
+    if backend == "sm90" and _native.is_built("fm3_op") and _native.build_info().get("paddle_with_cuda") != "ON":
+        built_for = _native.build_info().get("paddle_version")
+        return refused(f"libfm3_op.so was built for Paddle {built_for} without GPU; {_GPU_OP}")
     directions = DIRECTIONS if call.direction == "backward" else DIRECTIONS[:1]
     for direction in directions:
         problem = _problem(library, backend, call, direction)

@@ -50,6 +50,20 @@ def test_unserved_call_fails_with_reasons(capsys, monkeypatch, tmp_path):
     _native.cpu_library.cache_clear()
 
 
+@pytest.mark.parametrize("with_cuda", ["ON", "OFF"])
+def test_a_gpu_call_needs_an_op_built_for_a_gpu_paddle(monkeypatch, with_cuda):
+    class Library:
+        def __getattr__(self, name):
+            return lambda *_: 1024
+
+    monkeypatch.setattr(_native, "sm90_library", lambda: Library())
+    monkeypatch.setattr(_native, "is_built", lambda name: True)
+    monkeypatch.setattr(_native, "build_info", lambda: {"paddle_version": "3.3.1", "paddle_with_cuda": with_cuda})
+    verdict = backends.explain(backends.AttentionCall(device="gpu"))[1]
+    assert verdict.serves == (with_cuda == "ON")
+    assert verdict.serves or verdict.reason.startswith("libfm3_op.so was built for Paddle 3.3.1 without GPU; build it")
+
+
 def test_impossible_call_is_an_error(capsys):
     assert __main__.main(["info", "--h-q", "6", "--h-kv", "4"]) == 2
     assert "h_kv=4 must divide h_q=6" in capsys.readouterr().out
