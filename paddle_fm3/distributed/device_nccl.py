@@ -68,8 +68,7 @@ class NcclTransport(DeviceTransport):
             if peer != self.rank:
                 control.post_recv(peer, _ALIVE_PHASE, 0, [memoryview(bytearray(1))], lambda _: None)
         # The group's communicator is made by its first collective; inside a batch that would hang.
-        first = paddle.to_tensor(np.zeros(1, np.float32))
-        self._process_group.all_reduce(first, paddle.distributed.ReduceOp.SUM, True).wait()
+        paddle.distributed.stream.all_reduce(paddle.to_tensor(np.zeros(1, np.float32)), group=group)
         threading.Thread(target=self._watch, name=f"paddle_fm3-nccl-watch-{self.rank}", daemon=True).start()
 
     def check(self) -> None:
@@ -81,6 +80,9 @@ class NcclTransport(DeviceTransport):
         self._control.fail(reason)
 
     def _register(self, sizes: dict[str, int]) -> dict[str, int]:
+        while not self._device.stream_is_done(self._stream.cuda_stream):  # it may still use the old buffers
+            self.check()
+            time.sleep(1e-4)
         self._buffers = {name: paddle.empty([max(size, 1)], "uint8") for name, size in sizes.items()}
         self._slices = {}
         return {name: buffer.data_ptr() for name, buffer in self._buffers.items()}
