@@ -72,7 +72,7 @@ class MergeParams(_Struct):
 
 
 _OUT = ctypes.POINTER(ctypes.c_void_p)
-_SIGNATURES: dict[str, list[type]] = {
+SIGNATURES: dict[str, list[type]] = {
     "sum_parts": [ctypes.POINTER(SumPartsParams), _POINTER],
     "sum_rows": [ctypes.POINTER(SumRowsParams), _POINTER],
     "pack": [ctypes.POINTER(PackParams), _POINTER],
@@ -101,7 +101,7 @@ _SIGNATURES: dict[str, list[type]] = {
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Sets argument and result types of the functions of device_api.h; all return fm3::Status."""
-    for name, arguments in _SIGNATURES.items():
+    for name, arguments in SIGNATURES.items():
         function = getattr(library, f"fm3_sm90_{name}")
         function.restype, function.argtypes = _INT32, arguments
     return library

@@ -15,9 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_fm3._c_api import BwdParams, DType, FwdParams, MaskView, Strides
+from paddle_fm3._c_api import BwdParams, DType, FwdParams, MaskView
 from paddle_fm3._device_api import (
     IPC_HANDLE_BYTES,
+    SIGNATURES,
     MergeParams,
     PackParams,
     SumPartsParams,
@@ -61,9 +62,11 @@ class DeviceTensor:
     def num_elems(self) -> int:
         return self.b * self.s * self.h * self.d
 
-    @property
-    def c_strides(self) -> Strides:
-        return Strides(*self.strides)
+    def into(self, params: Any, name: str, stride_name: str) -> None:
+        """Sets address and strides in a parameter struct of the C ABI."""
+        setattr(params, name, self.address)
+        strides = getattr(params, stride_name)
+        strides.b, strides.s, strides.h = self.strides
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,12 @@ class Device(Protocol):
     def event_create(self) -> int: ...
     def event_record(self, event: int, stream: int) -> None: ...
     def event_wait(self, event: int, stream: int) -> None: ...
-    def copy(self, copies: list[tuple[int, int, int]], stream: int) -> None:
-        """(to, from, bytes) each, in no set order, beside any kernel."""
+    def copies(self, copies: list[tuple[int, int, int]]) -> Any:
+        """(to, from, bytes) each, made ready for `copy`."""
+        ...
+
+    def copy(self, copies: Any, stream: int) -> None:
+        """What `copies` gave: in no set order, beside any kernel."""
         ...
 
     def write_word(self, stream: int, word: int, value: int) -> None: ...
@@ -130,10 +137,12 @@ class Sm90Device:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = declare(library)
+        names = ("fwd", "bwd", *SIGNATURES)
+        self._functions = {name: getattr(library, f"fm3_sm90_{name}") for name in names}
         self._workspaces: dict[tuple[str, int], tuple[int, int]] = {}  # (direction, stream) -> address, bytes
 
     def _call(self, name: str, *arguments: Any) -> None:
-        if getattr(self._library, f"fm3_sm90_{name}")(*arguments) != 0:
+        if self._functions[name](*arguments) != 0:
             raise DeviceError(self._library.fm3_sm90_last_error().decode())
 
     def _new(self, name: str, *arguments: Any) -> int:
@@ -154,7 +163,7 @@ class Sm90Device:
         address = self.malloc(dense.nbytes)
         if dense.nbytes:
             stream = self.stream_create()
-            self.copy([(address, dense.ctypes.data, dense.nbytes)], stream)
+            self.copy(self.copies([(address, dense.ctypes.data, dense.nbytes)]), stream)
             while not self.stream_is_done(stream):
                 pass
             self._call("stream_destroy", stream)
@@ -202,13 +211,13 @@ class Sm90Device:
         self._call("event_elapsed", begin, end, ctypes.byref(ms))
         return ms.value
 
-    def copy(self, copies: list[tuple[int, int, int]], stream: int) -> None:
-        count = len(copies)
-        pointers, sizes = ctypes.c_void_p * count, ctypes.c_int64 * count
-        self._call(
-            "copy", pointers(*(c[0] for c in copies)), pointers(*(c[1] for c in copies)),
-            sizes(*(c[2] for c in copies)), count, stream,
-        )  # fmt: skip
+    def copies(self, copies: list[tuple[int, int, int]]) -> Any:
+        pointers, sizes = ctypes.c_void_p * len(copies), ctypes.c_int64 * len(copies)
+        to, source, num_bytes = zip(*copies, strict=True)
+        return pointers(*to), pointers(*source), sizes(*num_bytes), len(copies)
+
+    def copy(self, copies: Any, stream: int) -> None:
+        self._call("copy", *copies, stream)
 
     def write_word(self, stream: int, word: int, value: int) -> None:
         self._call("write_word", stream, word, value & 0xFFFFFFFF)
@@ -236,7 +245,9 @@ class Sm90Device:
         self._run("bwd", params, stream)
 
     def _run(self, direction: str, params: FwdParams | BwdParams, stream: int) -> None:
-        needed = getattr(self._library, f"fm3_sm90_{direction}_workspace_bytes")(ctypes.byref(params))
+        ask = self._library.fm3_sm90_fwd_workspace_bytes if direction == "fwd" else (
+            self._library.fm3_sm90_bwd_workspace_bytes)  # fmt: skip
+        needed = ask(ctypes.byref(params))
         if needed < 0:
             raise DeviceError(self._library.fm3_sm90_last_error().decode())
         address, size = self._workspaces.get((direction, stream), (0, 0))

@@ -14,57 +14,28 @@ The key buffer is double: the next phase fills one while peers may still read th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 
-from paddle_fm3._c_api import BoundForm, BwdParams, FwdParams, MaskView, Shape
-from paddle_fm3._device_api import MAX_PARTS, MergeParams, PackParams, SumPartsParams, SumRowsParams
+from paddle_fm3._c_api import BoundForm, FwdParams, MaskView
+from paddle_fm3._device_api import MAX_PARTS, MergeParams, SumPartsParams
 from paddle_fm3.distributed.device import DTYPES, ELEM_BYTES, Device, DeviceTensor, ReadyRows
-from paddle_fm3.distributed.device_transport import BUFFER_ALIGNMENT, Batch, DeviceTransport, Piece, Ticket
-from paddle_fm3.distributed.device_work import DeviceWork, RowBatch, RowPiece, SumTable
+from paddle_fm3.distributed.device_bind import (
+    NUM_SLOTS,
+    BoundWork,
+    Heads,
+    PreparedWork,
+    StepMask,
+    needed_bytes,
+)
+from paddle_fm3.distributed.device_transport import BUFFER_ALIGNMENT, DeviceTransport, Ticket
+from paddle_fm3.distributed.device_work import DeviceWork, SumTable
 from paddle_fm3.distributed.plan import Step
 
-NUM_SLOTS = 2
+__all__ = ["FORWARD_MODES", "DeviceAttention", "Heads", "PreparedWork"]
 FORWARD_MODES = ("rows", "steps")
-_BYTES = {"key": ELEM_BYTES, "part": ELEM_BYTES, "narrow": ELEM_BYTES, "wide": 4}  # "wire" depends on the work
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Sizes of one attention call apart from its rows."""
-
-    b: int
-    h_q: int
-    h_kv: int
-    d_qk: int
-    d_v: int
-    dtype: str  # "bfloat16" or "float16"
-
-    def elems(self, is_v: bool) -> int:
-        """Elements of a K or V row."""
-        return self.h_kv * (self.d_v if is_v else self.d_qk)
-
-
-@dataclass(frozen=True, eq=False)
-class StepMask:
-    """A step's mask on the device."""
-
-    view: MaskView
-    schedule: int | None
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedWork:
-    """A DeviceWork with what belongs to it on the device; made once a mask, used by every layer."""
-
-    work: DeviceWork
-    whole: StepMask  # over the whole key buffer, tiles that need own rows only first
-    fwd_masks: tuple[StepMask | None, ...]  # None: no key rows
-    bwd_masks: tuple[StepMask | None, ...]
-    sums: tuple[tuple[int, int] | None, ...]  # by reduce batch: addresses of rows and entries
-    own_sums: tuple[int, int]
+_MAX_BOUND = 64  # masks times sizes that are kept filled in
 
 
 class DeviceAttention:
@@ -97,10 +68,10 @@ class DeviceAttention:
         self._forward_mode = forward_mode
         self._side = device.stream_create() if has_side_stream else None
         self._extra = [device.stream_create() for _ in range(num_step_streams - 1)]
-        self._events: list[int] = []
-        self._num_events_used = 0
+        self._fork_event = device.event_create()
         self._sizes: dict[str, int] = {}
         self._buffers: dict[str, int] = {}
+        self._bound: dict[tuple[int, Heads], BoundWork] = {}
         self._scratch: dict[str, tuple[int, int]] = {}
         self._words = device.upload(np.zeros(NUM_SLOTS * 64, np.uint32))  # a cache line apart
         self._slot = 0
@@ -135,6 +106,7 @@ class DeviceAttention:
 
     def discard(self, prepared: PreparedWork) -> None:
         """Frees what `prepare` put on the device. Waits for the device, whose streams may still use it."""
+        self._bound = {key: bound for key, bound in self._bound.items() if bound.prepared is not prepared}
         for mask in (prepared.whole, *prepared.fwd_masks, *prepared.bwd_masks):
             if mask is not None:
                 for address in (mask.view.bounds, mask.view.block_mask, mask.schedule):
@@ -170,7 +142,7 @@ class DeviceAttention:
         out: DeviceTensor, lse: int, scale: float, stream: int,
     ) -> None:  # fmt: skip
         """Own rows q [b, num_own, h_q, d_qk], k, v [b, num_own, h_kv, *] -> out [b, num_own, h_q, d_v] and
-        lse float32 [b, h_q, num_own] over all keys; enqueued on `stream`.
+        lse float32 [b, h_q, num_own] over all keys; enqueued on `stream`, the same one in every call.
 
         Raises:
             TransportError: a rank was lost or stalled, now or in an earlier call.
@@ -178,62 +150,61 @@ class DeviceAttention:
         """
         work = prepared.work
         self._check_tensors(work, heads, q=q, k=k, v=v, out=out)
-        self._ensure(work, heads)
-        keys, values, slot = self._fill_own(work, heads, k, v, stream)
-        mode = self._forward_mode or ("steps" if work.is_ring else "rows")
-        is_waiting = mode == "rows" and work.is_overlapped and self.transport is not None
-        is_waiting = is_waiting and self.transport is not None and self.transport.raises_words
-        word = self._words + slot * 256 if is_waiting else None
-        if word is not None:
-            self.device.write_word(stream, word, work.num_own)
-        tickets = self._post_gather(work, heads, slot, range(len(work.gather)), stream, word)
+        bound = self._bind(prepared, heads)
+        slot = self._fill_own(bound, k, v, stream)
+        ready = self._ready_rows(work, slot)
+        if ready is not None:
+            self.device.write_word(stream, ready.word, work.num_own)
+        tickets = self._post_gather(bound, slot, range(len(work.gather)), stream, ready)
         if work.num_own == 0:
             return
-        if word is not None:
-            assert self.transport is not None and self.transport.status_word is not None
-            ready = ReadyRows(word, self.transport.status_word, self._timeout_us)
-            self._forward_call(heads, q, keys, values, prepared.whole, out, lse, scale, stream, ready)
+        if ready is not None:
+            self._forward_call(bound.whole[slot], q, out, lse, scale, stream, ready)
         elif len(work.fwd_steps) == 1:
             self._wait_stages(work, tickets, work.fwd_steps[0], stream)
-            self._forward_call(heads, q, keys, values, prepared.whole, out, lse, scale, stream)
+            self._forward_call(bound.whole[slot], q, out, lse, scale, stream)
         else:
-            self._forward_steps(prepared, heads, q, keys, values, out, lse, scale, stream, tickets)
+            self._forward_steps(bound, slot, q, out, lse, scale, stream, tickets)
+
+    def _ready_rows(self, work: DeviceWork, slot: int) -> ReadyRows | None:
+        """Where the attention kernel sees which rows are in, if it is to wait for them itself."""
+        transport, mode = self.transport, self._forward_mode or ("steps" if work.is_ring else "rows")
+        if transport is None or mode != "rows" or not work.is_overlapped or not transport.raises_words:
+            return None
+        assert transport.status_word is not None
+        return ReadyRows(self._words + slot * 256, transport.status_word, self._timeout_us)
 
     def _forward_steps(
-        self, prepared: PreparedWork, heads: Heads, q: DeviceTensor, keys: DeviceTensor, values: DeviceTensor,
-        out: DeviceTensor, lse: int, scale: float, stream: int, tickets: dict[int, Ticket],
+        self, bound: BoundWork, slot: int, q: DeviceTensor, out: DeviceTensor, lse: int, scale: float, stream: int,
+        tickets: dict[int, Ticket],
     ) -> None:  # fmt: skip
-        work = prepared.work
-        steps = [(s, m) for s, m in zip(work.fwd_steps, prepared.fwd_masks, strict=True) if m is not None]
-        if len(steps) > MAX_PARTS:
-            raise ValueError(f"DeviceAttention: {len(steps)} steps; at most {MAX_PARTS} can be merged")
-        lse_bytes = heads.b * heads.h_q * work.num_own * 4
-        parts = self._scratch_parts("out", len(steps), out.num_elems * ELEM_BYTES)
-        lses = self._scratch_parts("lse", len(steps), lse_bytes)
-        for at, (step, mask) in enumerate(steps):
+        work = bound.prepared.work
+        calls = [(s, p) for s, p in zip(work.fwd_steps, bound.forward[slot], strict=True) if p is not None]
+        if len(calls) > MAX_PARTS:
+            raise ValueError(f"DeviceAttention: {len(calls)} steps; at most {MAX_PARTS} can be merged")
+        parts = self._scratch_parts("out", len(calls), out.num_elems * ELEM_BYTES)
+        lses = self._scratch_parts("lse", len(calls), out.b * out.h * out.s * 4)
+        for at, (step, params) in enumerate(calls):
             self._wait_stages(work, tickets, step, stream)
             part = DeviceTensor.contiguous(parts[at], out.b, out.s, out.h, out.d)
-            rows = step.k_begin, step.k_end
-            self._forward_call(heads, q, keys.rows(*rows), values.rows(*rows), mask, part, lses[at], scale, stream)
-        params = MergeParams(
-            dtype=DTYPES[heads.dtype], num_parts=len(steps), b=out.b, s_q=out.s, h_q=out.h, d_v=out.d,
-            out=out.address, stride_out=out.c_strides, lse=lse,
-        )  # fmt: skip
-        params.parts[: len(steps)], params.lses[: len(steps)] = parts, lses
-        self.device.merge(params, stream)
+            self._forward_call(params, q, part, lses[at], scale, stream)
+        merge = MergeParams(
+            dtype=calls[0][1].dtype, num_parts=len(calls), b=out.b, s_q=out.s, h_q=out.h, d_v=out.d, lse=lse
+        )
+        out.into(merge, "out", "stride_out")
+        merge.parts[: len(calls)], merge.lses[: len(calls)] = parts, lses
+        self.device.merge(merge, stream)
 
     def _forward_call(
-        self, heads: Heads, q: DeviceTensor, k: DeviceTensor, v: DeviceTensor, mask: StepMask, out: DeviceTensor,
-        lse: int, scale: float, stream: int, ready: ReadyRows | None = None,
+        self, params: FwdParams, q: DeviceTensor, out: DeviceTensor, lse: int, scale: float, stream: int,
+        ready: ReadyRows | None = None,
     ) -> None:  # fmt: skip
-        params = FwdParams(
-            shape=Shape(heads.b, q.s, k.s, heads.h_q, heads.h_kv, heads.d_qk, heads.d_v),
-            dtype=DTYPES[heads.dtype], softmax_scale=scale, mask=mask.view, schedule=mask.schedule, lse=lse,
-            **_pointers(q=q, k=k, v=v, out=out),
-        )  # fmt: skip
+        q.into(params, "q", "stride_q")
+        out.into(params, "out", "stride_out")
+        params.lse, params.softmax_scale = lse, scale
+        params.ready_rows = None if ready is None else ready.word
         if ready is not None:
-            params.ready_rows, params.ready_status = ready.word, ready.status
-            params.ready_timeout_us = ready.timeout_us
+            params.ready_status, params.ready_timeout_us = ready.status, ready.timeout_us
         self.device.forward(params, stream)
 
     # --- backward --------------------------------------------------------------------------------
@@ -250,145 +221,130 @@ class DeviceAttention:
             TransportError: a rank was lost or stalled, now or in an earlier call.
             ValueError: tensors do not fit the work, or a gradient is not contiguous.
         """
-        work, device = prepared.work, self.device
+        work = prepared.work
         self._check_tensors(work, heads, q=q, k=k, v=v, out=out, dout=dout, dq=dq, dk=dk, dv=dv)
         for name, grad in (("dq", dq), ("dk", dk), ("dv", dv)):
             if not grad.is_contiguous:
                 raise ValueError(f"DeviceAttention.backward: {name} has strides {grad.strides}; it must be contiguous")
-        self._ensure(work, heads)
-        keys, values, slot = self._fill_own(work, heads, k, v, stream)
-        tickets = self._post_gather(work, heads, slot, work.bwd_gather, stream, None)
+        bound = self._bind(prepared, heads)
+        slot = self._fill_own(bound, k, v, stream)
+        tickets = self._post_gather(bound, slot, work.bwd_gather, stream, None)
         self._wait_all_sent(self._reduce_tickets, stream)  # peers have read the part buffer's last content
         self._reduce_tickets = []
-        parts = {is_v: self._buffer_tensor("part", work, heads, is_v) for is_v in (False, True)}
         # A rank without own rows computes zeros: it may have to pass on sums of others.
-        masked = enumerate(zip(work.bwd_steps, prepared.bwd_masks, strict=True))
-        steps = [(at, step, mask) for at, (step, mask) in masked if mask is not None]
-        dq_parts = self._scratch_parts("dq", len(steps) if len(steps) > 1 else 0, dq.num_elems * ELEM_BYTES)
+        num_calls = sum(params is not None for params in bound.backward[slot])
+        dq_parts = self._scratch_parts("dq", num_calls if num_calls > 1 else 0, dq.num_elems * ELEM_BYTES)
         side = self._side if self._side is not None else stream
         streams = [stream, *self._extra]
         self._fork(stream, [*self._extra, side])
-        next_call, next_batch = 0, 0
-        for step_idx in range(len(work.bwd_steps)):
-            if next_call < len(steps) and steps[next_call][0] == step_idx:
-                _, step, mask = steps[next_call]
-                on = streams[next_call % len(streams)]
-                self._wait_stages(work, tickets, step, on)
-                rows = step.k_begin, step.k_end
-                params = BwdParams(
-                    shape=Shape(heads.b, q.s, step.k_end - step.k_begin, heads.h_q, heads.h_kv, heads.d_qk, heads.d_v),
-                    dtype=DTYPES[heads.dtype], softmax_scale=scale, is_deterministic=int(is_deterministic),
-                    mask=mask.view, lse=lse, dlse=dlse,
-                    **_pointers(
-                        q=q, k=keys.rows(*rows), v=values.rows(*rows), out=out, dout=dout,
-                        dq=dq if not dq_parts else DeviceTensor.contiguous(dq_parts[next_call], dq.b, dq.s, dq.h, dq.d),
-                        dk=parts[False].rows(*rows), dv=parts[True].rows(*rows),
-                    ),
-                )  # fmt: skip
-                device.backward(params, on)
+        call_idx, next_batch = 0, 0
+        for step_idx, params in enumerate(bound.backward[slot]):
+            if params is not None:
+                on = streams[call_idx % len(streams)]
+                self._wait_stages(work, tickets, work.bwd_steps[step_idx], on)
+                for name, x in (("q", q), ("out", out), ("dout", dout), ("dq", dq)):
+                    x.into(params, name, f"stride_{name}")
+                if dq_parts:
+                    params.dq = dq_parts[call_idx]
+                params.lse, params.dlse, params.softmax_scale = lse, dlse, scale
+                params.is_deterministic = int(is_deterministic)
+                self.device.backward(params, on)
                 self._fork(on, [side])
-                next_call += 1
+                call_idx += 1
             while next_batch < len(work.reduce) and work.reduce[next_batch].stage == step_idx:
-                self._post_reduce(prepared, heads, next_batch, side)
+                self._post_reduce(bound, next_batch, side)
                 next_batch += 1
         for extra in self._extra:
             self._fork(extra, [stream])
         if dq_parts:
-            self._sum_parts(heads, dq_parts, dq, stream)
-        if self.transport is not None:
-            for ticket in self._reduce_tickets:
-                if ticket.batch.recvs:
-                    self.transport.wait(ticket, stream)
+            self._sum_parts(DTYPES[heads.dtype], dq_parts, dq, stream)
+        for ticket in self._reduce_tickets:
+            if ticket.batch.recvs:
+                assert self.transport is not None
+                self.transport.wait(ticket, stream)
         if work.num_own:
-            for is_v, grad in ((False, dk), (True, dv)):
-                self._sum_rows(work.own_sums, prepared.own_sums, heads, is_v, work, grad.address, grad.s, False, stream)
+            for sums, grad in zip(bound.own_sums, (dk, dv), strict=True):
+                sums.out = grad.address
+                self.device.sum_rows(sums, stream)
 
-    def _post_reduce(self, prepared: PreparedWork, heads: Heads, at: int, side: int) -> None:
-        work, batch = prepared.work, prepared.work.reduce[at]
+    def _post_reduce(self, bound: BoundWork, at: int, side: int) -> None:
         assert self.transport is not None
-        addresses = prepared.sums[at]
-        if batch.sums is not None and addresses is not None:
-            for earlier in batch.after:
-                self.transport.wait(self._reduce_tickets[earlier], side)
-            for is_v in (False, True):
-                self._sum_rows(
-                    batch.sums, addresses, heads, is_v, work, self._buffers[_name("wire", is_v)],
-                    work.wire_rows[work.rank], work.is_wire_float32, side,
-                )  # fmt: skip
-        self._reduce_tickets.append(self.transport.post(self._batch(batch, work, heads, None), side))
+        for earlier in bound.prepared.work.reduce[at].after:
+            self.transport.wait(self._reduce_tickets[earlier], side)
+        for sums in bound.wire_sums[at] or ():
+            self.device.sum_rows(sums, side)
+        self._reduce_tickets.append(self.transport.post(bound.reduce[at], side))
 
-    def _sum_rows(
-        self, sums: SumTable, addresses: tuple[int, int], heads: Heads, is_v: bool, work: DeviceWork, out: int,
-        out_rows: int, is_float32: bool, stream: int,
-    ) -> None:  # fmt: skip
-        elems = heads.elems(is_v)
-        params = SumRowsParams(
-            dtype=DTYPES[heads.dtype], is_out_float32=int(is_float32), b=heads.b, num_rows=len(sums.rows),
-            row_elems=elems, rows=addresses[0], entries=addresses[1], part=self._buffers[_name("part", is_v)],
-            narrow=self._buffers[_name("narrow", is_v)], wide=self._buffers[_name("wide", is_v)], out=out,
-            part_stride_b=work.num_k_rows * elems, narrow_stride_b=work.max_narrow_rows * elems,
-            wide_stride_b=work.max_wide_rows * elems, out_stride_b=out_rows * elems,
-        )  # fmt: skip
-        self.device.sum_rows(params, stream)
-
-    def _sum_parts(self, heads: Heads, parts: list[int], out: DeviceTensor, stream: int) -> None:
+    def _sum_parts(self, dtype: int, parts: list[int], out: DeviceTensor, stream: int) -> None:
         if len(parts) > MAX_PARTS:
             raise ValueError(f"DeviceAttention: {len(parts)} steps; at most {MAX_PARTS} can be added")
-        params = SumPartsParams(
-            dtype=DTYPES[heads.dtype], num_parts=len(parts), num_elems=out.num_elems, out=out.address
-        )
+        params = SumPartsParams(dtype=dtype, num_parts=len(parts), num_elems=out.num_elems, out=out.address)
         params.parts[: len(parts)] = parts
         self.device.sum_parts(params, stream)
 
     # --- common ----------------------------------------------------------------------------------
 
-    def _fill_own(
-        self, work: DeviceWork, heads: Heads, k: DeviceTensor, v: DeviceTensor, stream: int
-    ) -> tuple[DeviceTensor, DeviceTensor, int]:
+    def _bind(self, prepared: PreparedWork, heads: Heads) -> BoundWork:
+        """The work in buffers that are large enough for it on every rank. They grow on all ranks or on none."""
+        key = (id(prepared), heads)
+        bound = self._bound.get(key)
+        if bound is not None and bound.prepared is prepared:
+            return bound
+        needed = needed_bytes(prepared.work, heads)
+        if any(self._sizes.get(name, 0) < size for name, size in needed.items()):
+            grown = {name: max(self._sizes.get(name, 0), size) for name, size in needed.items()}
+            if self.transport is not None:
+                self._buffers = self.transport.register(grown)
+            else:
+                for address in self._buffers.values():
+                    self.device.free(address)
+                self._buffers = {name: self.device.malloc(size) for name, size in grown.items()}
+            self._sizes, self._bound = grown, {}
+            self._slot_tickets, self._reduce_tickets = [[] for _ in range(NUM_SLOTS)], []
+        if len(self._bound) >= _MAX_BOUND:
+            self._bound = {}
+        bound = self._bound[key] = BoundWork(prepared, heads, self._buffers)
+        return bound
+
+    def _fill_own(self, bound: BoundWork, k: DeviceTensor, v: DeviceTensor, stream: int) -> int:
         """Takes the next slot, once nobody reads it any more, and puts the own rows there."""
         self._slot = slot = (self._slot + 1) % NUM_SLOTS
         self._wait_all_sent(self._slot_tickets[slot], stream)
         self._slot_tickets[slot] = []
-        tensors = []
-        for is_v, own in ((False, k), (True, v)):
-            buffer = self._buffer_tensor(f"key{slot}", work, heads, is_v)
-            tensors.append(buffer)
-            if work.num_own:
-                params = PackParams(
-                    b=own.b, s=own.s, h=own.h, d=own.d, from_=own.address, stride_from=own.c_strides,
-                    to=buffer.address, to_stride_b=buffer.strides[0],
-                )  # fmt: skip
+        if bound.prepared.work.num_own:
+            for params, own in zip(bound.pack[slot], (k, v), strict=True):
+                own.into(params, "from_", "stride_from")
                 self.device.pack(params, stream)
-        return tensors[0], tensors[1], slot
+        return slot
 
     def _post_gather(
-        self, work: DeviceWork, heads: Heads, slot: int, order: Any, stream: int, word: int | None
+        self, bound: BoundWork, slot: int, order: Iterable[int], stream: int, ready: ReadyRows | None
     ) -> dict[int, Ticket]:
-        """Tickets by position in work.gather."""
+        """Tickets by position in the gather's batches."""
         tickets: dict[int, Ticket] = {}
         if self.transport is None:
             return tickets
+        work = bound.prepared.work
         for at in order:
             batch = work.gather[at]
             after = tuple(tickets[earlier] for earlier in batch.after)
             is_last = at + 1 == len(work.gather) or work.gather[at + 1].stage != batch.stage
-            raised = (word, work.stage_rows[batch.stage + 1]) if word is not None and is_last else None
-            tickets[at] = self.transport.post(self._batch(batch, work, heads, slot), stream, after, raised)
+            word = (ready.word, work.stage_rows[batch.stage + 1]) if ready is not None and is_last else None
+            tickets[at] = self.transport.post(bound.gather[slot][at], stream, after, word)
         self._slot_tickets[slot] = list(tickets.values())
         return tickets
 
     def _wait_stages(self, work: DeviceWork, tickets: dict[int, Ticket], step: Step, stream: int) -> None:
         """For what the step computes with: its stage, or everything if it spans several."""
-        is_all = not work.is_overlapped
         for at, ticket in tickets.items():
-            if (is_all or work.gather[at].stage == step.stage) and ticket.batch.recvs:
+            if (not work.is_overlapped or work.gather[at].stage == step.stage) and ticket.batch.recvs:
                 assert self.transport is not None
                 self.transport.wait(ticket, stream)
 
     def _wait_all_sent(self, tickets: list[Ticket], stream: int) -> None:
         peers: set[int] = set()
         for ticket in reversed(tickets):  # the last batch to a peer stands for those before it
-            newly = {piece.peer for piece in ticket.batch.sends} - peers
+            newly = ticket.batch.send_peers - peers
             if newly:
                 assert self.transport is not None
                 self.transport.wait_sent(ticket, stream)
@@ -398,81 +354,10 @@ class DeviceAttention:
         """What the others do from now on comes after what `stream` holds so far."""
         waiting = [other for other in others if other != stream]
         if waiting:
-            # Reused at once: a wait means the record before it, not later ones.
-            if not self._events:
-                self._events.append(self.device.event_create())
-            self.device.event_record(self._events[0], stream)
+            # One event serves: a wait means the record before it, not later ones.
+            self.device.event_record(self._fork_event, stream)
             for other in waiting:
-                self.device.event_wait(self._events[0], other)
-
-    def _batch(self, batch: RowBatch, work: DeviceWork, heads: Heads, slot: int | None) -> Batch:
-        """Rows become bytes: one piece a tensor and batch entry."""
-        return Batch(
-            batch.name,
-            tuple(piece for rows in batch.sends for piece in self._pieces(rows, work, heads, slot, is_send=True)),
-            tuple(piece for rows in batch.recvs for piece in self._pieces(rows, work, heads, slot, is_send=False)),
-        )
-
-    def _pieces(self, rows: RowPiece, work: DeviceWork, heads: Heads, slot: int | None, is_send: bool) -> list[Piece]:
-        suffix = "" if slot is None else str(slot)
-        pieces = []
-        for is_v in (False, True):
-            # Both ends move the same bytes; the sender's buffer says how wide a value is.
-            source = rows.buffer if is_send else rows.peer_buffer
-            row_bytes = heads.elems(is_v) * self._value_bytes(source, work)
-            here, there = (_name(name + suffix, is_v) for name in (rows.buffer, rows.peer_buffer))
-            for entry in range(heads.b):
-                own_row = entry * self._rows(rows.buffer, work, work.rank) + rows.row
-                peer_row = entry * self._rows(rows.peer_buffer, work, rows.peer) + rows.peer_row
-                pieces.append(
-                    Piece(rows.peer, here, own_row * row_bytes, rows.num_rows * row_bytes, there, peer_row * row_bytes)
-                )
-        return pieces
-
-    @staticmethod
-    def _value_bytes(buffer: str, work: DeviceWork) -> int:
-        if buffer == "wire":
-            return 4 if work.is_wire_float32 else ELEM_BYTES
-        return _BYTES[buffer]
-
-    @staticmethod
-    def _rows(buffer: str, work: DeviceWork, rank: int) -> int:
-        """Rows of one batch entry of a rank's buffer."""
-        if buffer in ("key", "part"):
-            return work.k_rows[rank]
-        if buffer == "wire":
-            return work.wire_rows[rank]
-        return work.max_narrow_rows if buffer == "narrow" else work.max_wide_rows
-
-    def _buffer_tensor(self, buffer: str, work: DeviceWork, heads: Heads, is_v: bool) -> DeviceTensor:
-        d = heads.d_v if is_v else heads.d_qk
-        return DeviceTensor.contiguous(self._buffers[_name(buffer, is_v)], heads.b, work.num_k_rows, heads.h_kv, d)
-
-    def _ensure(self, work: DeviceWork, heads: Heads) -> None:
-        """Buffers large enough for this work on every rank. Grows on all ranks or on none."""
-        needed: dict[str, int] = {}
-        for is_v in (False, True):
-            row_bytes = heads.b * heads.elems(is_v) * ELEM_BYTES
-            for slot in range(NUM_SLOTS):
-                needed[_name(f"key{slot}", is_v)] = work.max_k_rows * row_bytes
-            needed[_name("part", is_v)] = work.max_k_rows * row_bytes
-            needed[_name("wire", is_v)] = work.max_wire_rows * row_bytes * (2 if work.is_wire_float32 else 1)
-            needed[_name("narrow", is_v)] = work.max_narrow_rows * row_bytes
-            needed[_name("wide", is_v)] = work.max_wide_rows * row_bytes * 2
-        if all(self._sizes.get(name, 0) >= size for name, size in needed.items()):
-            return
-        grown = {
-            name: max(self._sizes.get(name, 0), -(-max(size, 1) // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT)
-            for name, size in needed.items()
-        }
-        if self.transport is not None:
-            self._buffers = self.transport.register(grown)
-        else:
-            for address in self._buffers.values():
-                self.device.free(address)
-            self._buffers = {name: self.device.malloc(size) for name, size in grown.items()}
-        self._sizes = grown
-        self._slot_tickets, self._reduce_tickets = [[] for _ in range(NUM_SLOTS)], []
+                self.device.event_wait(self._fork_event, other)
 
     def _scratch_parts(self, name: str, count: int, num_bytes: int) -> list[int]:
         """`count` addresses in memory that calls on one stream share one after another."""
@@ -497,13 +382,3 @@ class DeviceAttention:
                     f"DeviceAttention: {name} is [{x.b}, {x.s}, {x.h}, {x.d}]; rank {work.rank} of this plan wants "
                     f"[{heads.b}, {work.num_own}, {h}, {d}]"
                 )
-
-
-def _name(buffer: str, is_v: bool) -> str:
-    return f"{buffer}_{'v' if is_v else 'k'}"
-
-
-def _pointers(**tensors: DeviceTensor) -> dict[str, Any]:
-    fields: dict[str, Any] = {name: x.address for name, x in tensors.items()}
-    fields.update({f"stride_{name}": x.c_strides for name, x in tensors.items()})
-    return fields

@@ -23,7 +23,7 @@ from typing import Any
 
 from paddle_fm3.distributed.device import Device, DeviceError
 from paddle_fm3.distributed.device_page import NUM_READY_WORDS, SignalPage
-from paddle_fm3.distributed.device_transport import DeviceTransport, Ticket
+from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Ticket
 from paddle_fm3.distributed.transport import TransportError
 
 Record = dict[str, Any]
@@ -60,6 +60,7 @@ class IpcTransport(DeviceTransport):
         self._in_events = [device.event_create() for _ in range(NUM_READY_WORDS)]
         self._buffers: dict[str, int] = {}
         self._peers: list[dict[str, int]] = [{} for _ in range(num_ranks)]  # by rank: buffer -> address here
+        self._copies: dict[int, tuple[Batch, list[tuple[int, Any]]]] = {}  # by id of the batch
         self._tickets: dict[int, Ticket] = {}  # by number modulo NUM_READY_WORDS
         self._is_closed = threading.Event()
         self._watch = threading.Thread(target=self._watch_page, name=f"paddle_fm3-ipc-{rank}", daemon=True)
@@ -131,22 +132,30 @@ class IpcTransport(DeviceTransport):
             device.event_wait(self._in_event(earlier), ready_stream)
         device.write_word(ready_stream, self._base + self._page.ready_offset(self.rank, number), value)
         device.event_wait(self._begin_event, self._pull_stream)
-        peers = {piece.peer for piece in ticket.batch.recvs}
-        for peer in sorted(peers, key=lambda peer: (peer - self.rank) % self.num_ranks):  # not all from one at once
+        for peer, copies in self._copies_of(ticket.batch):
             device.wait_word(self._pull_stream, self._base + self._page.ready_offset(peer, number), value)
-            device.copy(
-                [
-                    (self._buffers[p.buffer] + p.offset, self._peers[peer][p.peer_buffer] + p.peer_offset, p.num_bytes)
-                    for p in ticket.batch.recvs
-                    if p.peer == peer
-                ],
-                self._pull_stream,
-            )
+            device.copy(copies, self._pull_stream)
         if word is not None:
             device.write_word(self._pull_stream, *word)
         device.write_word(self._pull_stream, self._base + self._page.pulled_offset(self.rank), value)
         device.event_record(self._in_events[number % NUM_READY_WORDS], self._pull_stream)
         self._tickets[number % NUM_READY_WORDS] = ticket
+
+    def _copies_of(self, batch: Batch) -> list[tuple[int, Any]]:
+        """By peer, in an order in which not all ranks begin with the same one."""
+        known = self._copies.get(id(batch))
+        if known is not None and known[0] is batch:
+            return known[1]
+        found = []
+        for peer in sorted({p.peer for p in batch.recvs}, key=lambda peer: (peer - self.rank) % self.num_ranks):
+            copies = [
+                (self._buffers[p.buffer] + p.offset, self._peers[peer][p.peer_buffer] + p.peer_offset, p.num_bytes)
+                for p in batch.recvs
+                if p.peer == peer
+            ]
+            found.append((peer, self._device.copies(copies)))
+        self._copies[id(batch)] = batch, found
+        return found
 
     def _in_event(self, ticket: Ticket) -> int:
         if self._tickets.get(ticket.number % NUM_READY_WORDS) is not ticket:
@@ -157,7 +166,7 @@ class IpcTransport(DeviceTransport):
         self._device.event_wait(self._in_event(ticket), stream)
 
     def _wait_sent(self, ticket: Ticket, stream: int) -> None:
-        for peer in {piece.peer for piece in ticket.batch.sends}:
+        for peer in ticket.batch.send_peers:
             self._device.wait_word(stream, self._base + self._page.pulled_offset(peer), ticket.number + 1)
 
     # --- failure ---------------------------------------------------------------------------------
@@ -189,6 +198,7 @@ class IpcTransport(DeviceTransport):
         for address in self._buffers.values():
             self._device.free(address)
         self._buffers, self._peers = {}, [{} for _ in range(self.num_ranks)]
+        self._copies = {}
 
     def _watch_page(self) -> None:
         watched, since_s = -1, 0.0

@@ -195,6 +195,9 @@ class FakeDevice:
     def event_wait(self, event: int, stream: int) -> None:
         self.world.wait(event, stream)
 
+    def copies(self, copies: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        return list(copies)
+
     def copy(self, copies: list[tuple[int, int, int]], stream: int) -> None:
         def run() -> None:
             for to, source, num_bytes in copies:

@@ -89,8 +89,8 @@ class LateKeys:
         self._keep = (schedule, sm90.prepare(self._params))
         self._owner = MemoryOwner(device, self.k.nbytes + self.v.nbytes, source_device_idx)
         sources = self._owner.address, self._owner.address + self.k.nbytes
-        device.copy([(sources[0], self.k.data_ptr(), self.k.nbytes), (sources[1], self.v.data_ptr(), self.v.nbytes)],
-                    self.copy_stream.cuda_stream)  # fmt: skip
+        copies = [(sources[0], self.k.data_ptr(), self.k.nbytes), (sources[1], self.v.data_ptr(), self.v.nbytes)]
+        device.copy(device.copies(copies), self.copy_stream.cuda_stream)
         torch.cuda.synchronize()
         cuts = np.linspace(num_local, case.s_k, num_pieces + 1).astype(int).tolist()
         self._pieces = []
@@ -101,7 +101,7 @@ class LateKeys:
                     at = entry * to.stride(0) * ELEM_BYTES + begin * to.stride(1) * ELEM_BYTES
                     size = (end - begin) * to.stride(1) * ELEM_BYTES
                     copies.append((to.data_ptr() + at, source + at, size))
-            self._pieces.append((copies, end))
+            self._pieces.append((device.copies(copies), end))
 
     def close(self) -> None:
         self._owner.close()

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BoundWork: a rank's work with tensor sizes and buffers known. Rows become bytes, and the parameter structs of all
+kernel calls are filled but for the caller's own tensors, so that a call of attention sets a few addresses and enqueues.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from paddle_fm3._c_api import BwdParams, FwdParams, MaskView, Shape
+from paddle_fm3._device_api import PackParams, SumRowsParams
+from paddle_fm3.distributed.device import DTYPES, ELEM_BYTES, DeviceTensor
+from paddle_fm3.distributed.device_transport import BUFFER_ALIGNMENT, Batch, Piece
+from paddle_fm3.distributed.device_work import DeviceWork, RowBatch, RowPiece, SumTable
+from paddle_fm3.distributed.plan import Step
+
+NUM_SLOTS = 2  # key buffers, filled in turn
+_BYTES = {"key": ELEM_BYTES, "part": ELEM_BYTES, "narrow": ELEM_BYTES, "wide": 4}  # "wire" depends on the work
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of one attention call apart from its rows."""
+
+    b: int
+    h_q: int
+    h_kv: int
+    d_qk: int
+    d_v: int
+    dtype: str  # "bfloat16" or "float16"
+
+    def elems(self, is_v: bool) -> int:
+        """Elements of a K or V row."""
+        return self.h_kv * (self.d_v if is_v else self.d_qk)
+
+
+@dataclass(frozen=True, eq=False)
+class StepMask:
+    """A step's mask on the device."""
+
+    view: MaskView
+    schedule: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedWork:
+    """A DeviceWork with what belongs to it on the device; made once a mask, used by every layer."""
+
+    work: DeviceWork
+    whole: StepMask  # over the whole key buffer, tiles that need own rows only first
+    fwd_masks: tuple[StepMask | None, ...]  # None: no key rows
+    bwd_masks: tuple[StepMask | None, ...]
+    sums: tuple[tuple[int, int] | None, ...]  # by reduce batch: addresses of rows and entries
+    own_sums: tuple[int, int]
+
+
+def buffer_name(buffer: str, is_v: bool) -> str:
+    return f"{buffer}_{'v' if is_v else 'k'}"
+
+
+def needed_bytes(work: DeviceWork, heads: Heads) -> dict[str, int]:
+    """Registered buffers, the same sizes on every rank."""
+    needed: dict[str, int] = {}
+    for is_v in (False, True):
+        row_bytes = heads.b * heads.elems(is_v) * ELEM_BYTES
+        for slot in range(NUM_SLOTS):
+            needed[buffer_name(f"key{slot}", is_v)] = work.max_k_rows * row_bytes
+        needed[buffer_name("part", is_v)] = work.max_k_rows * row_bytes
+        needed[buffer_name("wire", is_v)] = work.max_wire_rows * row_bytes * (2 if work.is_wire_float32 else 1)
+        needed[buffer_name("narrow", is_v)] = work.max_narrow_rows * row_bytes
+        needed[buffer_name("wide", is_v)] = work.max_wide_rows * row_bytes * 2
+    return {name: -(-max(size, 1) // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT for name, size in needed.items()}
+
+
+class BoundWork:
+    """See the module.
+
+    Attributes:
+        gather: by slot: the batches of the gather.
+        reduce: the batches of the reduction.
+        pack: by slot: own K rows, own V rows into the key buffer.
+        whole: by slot: one forward over the whole key buffer.
+        forward, backward: by slot: one call a step; None where a step has no key rows. dq is the caller's.
+        wire_sums: by reduce batch: sums of K and V rows to pass on, or None.
+        own_sums: of dK and dV; out is the caller's.
+    """
+
+    def __init__(self, prepared: PreparedWork, heads: Heads, buffers: dict[str, int]) -> None:
+        self.prepared, self._heads, self._buffers = prepared, heads, buffers
+        work = self._work = prepared.work
+        self.gather = [[self._batch(batch, str(slot)) for batch in work.gather] for slot in range(NUM_SLOTS)]
+        self.reduce = [self._batch(batch, "") for batch in work.reduce]
+        self.pack = [[self._pack(slot, is_v) for is_v in (False, True)] for slot in range(NUM_SLOTS)]
+        whole = Step(0, 0, work.num_k_rows)
+        self.whole = [self._forward(slot, whole, prepared.whole) for slot in range(NUM_SLOTS)]
+        self.forward = [
+            [None if mask is None else self._forward(slot, step, mask)
+             for step, mask in zip(work.fwd_steps, prepared.fwd_masks, strict=True)]
+            for slot in range(NUM_SLOTS)
+        ]  # fmt: skip
+        self.backward = [
+            [None if mask is None else self._backward(slot, step, mask)
+             for step, mask in zip(work.bwd_steps, prepared.bwd_masks, strict=True)]
+            for slot in range(NUM_SLOTS)
+        ]  # fmt: skip
+        self.wire_sums = [
+            None if batch.sums is None or addresses is None else self._wire_sums(batch.sums, addresses)
+            for batch, addresses in zip(work.reduce, prepared.sums, strict=True)
+        ]
+        self.own_sums = [
+            self._sums(work.own_sums, prepared.own_sums, is_v, work.num_own, is_float32=False) for is_v in (False, True)
+        ]
+
+    # --- kernel calls ----------------------------------------------------------------------------
+
+    def _tensor(self, buffer: str, is_v: bool) -> DeviceTensor:
+        """A buffer of key rows."""
+        heads, d = self._heads, self._heads.d_v if is_v else self._heads.d_qk
+        address = self._buffers[buffer_name(buffer, is_v)]
+        return DeviceTensor.contiguous(address, heads.b, self._work.num_k_rows, heads.h_kv, d)
+
+    def _pack(self, slot: int, is_v: bool) -> PackParams:
+        to = self._tensor(f"key{slot}", is_v)
+        return PackParams(b=to.b, s=self._work.num_own, h=to.h, d=to.d, to=to.address, to_stride_b=to.strides[0])
+
+    def _common(self, slot: int, step: Step, mask: StepMask) -> dict[str, Any]:
+        heads = self._heads
+        shape = Shape(
+            heads.b, self._work.num_own, step.k_end - step.k_begin, heads.h_q, heads.h_kv, heads.d_qk, heads.d_v
+        )
+        return {"shape": shape, "dtype": DTYPES[heads.dtype], "mask": mask.view, "schedule": mask.schedule}
+
+    def _set_keys(self, params: FwdParams | BwdParams, slot: int, step: Step) -> None:
+        for name, is_v in (("k", False), ("v", True)):
+            self._tensor(f"key{slot}", is_v).rows(step.k_begin, step.k_end).into(params, name, f"stride_{name}")
+
+    def _forward(self, slot: int, step: Step, mask: StepMask) -> FwdParams:
+        params = FwdParams(**self._common(slot, step, mask))
+        self._set_keys(params, slot, step)
+        return params
+
+    def _backward(self, slot: int, step: Step, mask: StepMask) -> BwdParams:
+        params = BwdParams(**self._common(slot, step, mask))
+        self._set_keys(params, slot, step)
+        for name, is_v in (("dk", False), ("dv", True)):
+            self._tensor("part", is_v).rows(step.k_begin, step.k_end).into(params, name, f"stride_{name}")
+        return params
+
+    def _sums(
+        self, sums: SumTable, addresses: tuple[int, int], is_v: bool, out_rows: int, is_float32: bool
+    ) -> SumRowsParams:
+        work, elems = self._work, self._heads.elems(is_v)
+        part, narrow, wide = (self._buffers[buffer_name(name, is_v)] for name in ("part", "narrow", "wide"))
+        return SumRowsParams(
+            dtype=DTYPES[self._heads.dtype], is_out_float32=int(is_float32), b=self._heads.b, num_rows=len(sums.rows),
+            row_elems=elems, rows=addresses[0], entries=addresses[1], part=part, narrow=narrow, wide=wide,
+            part_stride_b=work.num_k_rows * elems, narrow_stride_b=work.max_narrow_rows * elems,
+            wide_stride_b=work.max_wide_rows * elems, out_stride_b=out_rows * elems,
+        )  # fmt: skip
+
+    def _wire_sums(self, sums: SumTable, addresses: tuple[int, int]) -> list[SumRowsParams]:
+        work, found = self._work, []
+        for is_v in (False, True):
+            params = self._sums(sums, addresses, is_v, work.wire_rows[work.rank], work.is_wire_float32)
+            params.out = self._buffers[buffer_name("wire", is_v)]
+            found.append(params)
+        return found
+
+    # --- messages --------------------------------------------------------------------------------
+
+    def _batch(self, batch: RowBatch, slot: str) -> Batch:
+        """One piece a message, tensor and batch entry."""
+        return Batch(
+            batch.name,
+            tuple(piece for rows in batch.sends for piece in self._pieces(rows, slot, is_send=True)),
+            tuple(piece for rows in batch.recvs for piece in self._pieces(rows, slot, is_send=False)),
+        )
+
+    def _pieces(self, rows: RowPiece, slot: str, is_send: bool) -> list[Piece]:
+        work, pieces = self._work, []
+        # Both ends move the same bytes; the sender's buffer says how wide a value is.
+        source = rows.buffer if is_send else rows.peer_buffer
+        value_bytes = (4 if work.is_wire_float32 else ELEM_BYTES) if source == "wire" else _BYTES[source]
+        for is_v in (False, True):
+            row_bytes = self._heads.elems(is_v) * value_bytes
+            here, there = (buffer_name(name + slot, is_v) for name in (rows.buffer, rows.peer_buffer))
+            for entry in range(self._heads.b):
+                own_row = entry * self._rows(rows.buffer, work.rank) + rows.row
+                peer_row = entry * self._rows(rows.peer_buffer, rows.peer) + rows.peer_row
+                pieces.append(
+                    Piece(rows.peer, here, own_row * row_bytes, rows.num_rows * row_bytes, there, peer_row * row_bytes)
+                )
+        return pieces
+
+    def _rows(self, buffer: str, rank: int) -> int:
+        """Rows of one batch entry of a rank's buffer."""
+        work = self._work
+        if buffer in ("key", "part"):
+            return work.k_rows[rank]
+        if buffer == "wire":
+            return work.wire_rows[rank]
+        return work.max_narrow_rows if buffer == "narrow" else work.max_wide_rows
