@@ -245,8 +245,12 @@ def test_dispatch_mask_carries_no_gradient(dispatch: str) -> None:
     np.testing.assert_allclose(gradient, numeric, atol=0.02 * np.abs(numeric).max())
 
 
-def test_experts_by_index_are_those_of_the_dense_dispatch() -> None:
-    """Outputs and gradients, of an expert that no token chose as well."""
+def test_experts_by_index_are_those_of_the_dense_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and gradients, of an expert that no token chose as well. No expert is called without a row: not every
+    kernel takes that, and a message without rows would be one that ranks must agree on."""
+    rows: list[int] = []
+    forward = qwen2_moe.Qwen2MoeMLP.forward
+    monkeypatch.setattr(qwen2_moe.Qwen2MoeMLP, "forward", lambda self, x: rows.append(x.shape[0]) or forward(self, x))
     config = Qwen2MoeConfig(hidden_size=8, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=8,
                             shared_expert_intermediate_size=8)  # fmt: skip
     rng = np.random.default_rng(4)
@@ -260,7 +264,12 @@ def test_experts_by_index_are_those_of_the_dense_dispatch() -> None:
         block = qwen2_moe.Qwen2MoeSparseMoEBlock(config)
         block.gate.weight.set_value(paddle.to_tensor(gate))
         x = paddle.to_tensor(inputs, stop_gradient=False)
+        rows.clear()
         out, _ = block(x)
+        if dispatch == "index":
+            assert (
+                min(rows) == 1 and sum(rows) == 2 * 14 + 5 + 2
+            )  # choices, a row more for each, the shared expert's batch
         (out * out).sum().backward()
         found[dispatch] = {"out": out.numpy(), "x": x.grad.numpy()}
         for name, parameter in block.named_parameters():

@@ -84,7 +84,9 @@ def _funnel(original: Callable, settings: FlashMask3Settings, state: RunState) -
             options["deterministic"] = settings.deterministic
             options.update(timeout_s=settings.cp_timeout_s, reduce_dtype=settings.cp_reduce_dtype)
             if settings.is_planned:
-                options.update(plan=_plan_of_split(mask_idx, settings, state), trace=state.metrics.trace)
+                options["plan"] = _plan_of_split(mask_idx, settings, state)
+                if query_states.place.is_cpu_place():
+                    options["trace"] = state.metrics.trace  # on GPUs the profiler tells
             else:
                 options["strategy"] = settings.cp_strategy
         out = no_recompute(
@@ -113,9 +115,8 @@ def _mask_of_layer(
     if indices is None:
         return None, True, None
     is_split_one = state.indices is not None and _is_same(indices, state.indices)
-    masks, causal = masks_of_batch(indices)
-    if is_split_one:
-        masks = state.masks  # the same tensors for every layer: what is prepared for one serves all
+    # The same tensors for every layer: what is prepared for one serves all.
+    masks, causal = (state.masks, state.is_causal) if is_split_one else masks_of_batch(indices)
     mask_idx = 0
     if len(masks) > 1:
         if len(masks) != settings.masks.num_masks:

@@ -73,7 +73,8 @@ def split_batch(inputs: dict[str, Any], settings: FlashMask3Settings, state: Run
         inputs["position_ids"] = paddle.arange(s, dtype="int64").expand([b, s])
     inputs[INDICES] = inputs[INDICES].astype("int32")
     state.s_global, state.batch_plan = s, None
-    state.indices, state.masks = inputs[INDICES], masks_of_batch(inputs[INDICES])[0]
+    state.indices = inputs[INDICES]
+    state.masks, state.is_causal = masks_of_batch(state.indices)
     if settings.is_planned:
         if batch_plan is None:
             batch_plan = plan_of_indices(inputs[INDICES], settings, group)

@@ -127,7 +127,7 @@ class RunState:
     Attributes:
         s_global: length of the sequence that was split last; 0 before the first split.
         batch_plan: what it was split by, with a planned strategy.
-        indices: the mask tensor of the batch that was split last, and its masks one by one.
+        indices, masks, is_causal: the mask tensor of the batch that was split last, and its masks one by one.
         layer_idx: layer whose attention runs; None outside of one.
         metrics: figures since the last log.
     """
@@ -136,5 +136,6 @@ class RunState:
     batch_plan: BatchPlan | None = None
     indices: Any = None
     masks: list[Any] = field(default_factory=list)
+    is_causal: bool = True
     layer_idx: int | None = None
     metrics: StepMetrics | None = None
