@@ -268,21 +268,23 @@ class FakeDevice:
 
         def run() -> None:
             rows = view(params.rows, (params.num_rows, 4), np.int32)
-            entries = view(params.entries, (int(rows[-1, 3]) if len(rows) else 0,), np.int32)
-            elems = params.row_elems
-            dtype = np.float32 if params.is_out_float32 else np.float16
-            for entry in range(params.b):
-                for out_row, part_row, begin, end in rows.tolist():
-                    total = _row(params.part, entry * params.part_stride_b + part_row * elems, elems, np.float16)
-                    for staged in entries[begin:end].tolist():
-                        if staged >= 0:
-                            at = entry * params.narrow_stride_b + staged * elems
-                            total = total + _row(params.narrow, at, elems, np.float16)
-                        else:
-                            at = entry * params.wide_stride_b + (-1 - staged) * elems
-                            total = total + _row(params.wide, at, elems, np.float32)
-                    begin_elem = entry * params.out_stride_b + out_row * elems
-                    view(params.out + begin_elem * np.dtype(dtype).itemsize, (elems,), dtype)[...] = total
+            if not len(rows):
+                return
+            counts = rows[:, 3] - rows[:, 2]
+            target = np.repeat(np.arange(len(rows)), counts)
+            at = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(rows[:, 2], counts)
+            entry = view(params.entries, (int(rows[:, 3].max()),), np.int32)[at]
+            is_wide = entry < 0
+            for b_idx in range(params.b):
+                total = _rows(params.part, b_idx * params.part_stride_b, rows[:, 1], params.row_elems, np.float16)
+                staged = np.zeros((len(entry), params.row_elems), np.float32)
+                narrow_at, wide_at = b_idx * params.narrow_stride_b, b_idx * params.wide_stride_b
+                staged[~is_wide] = _rows(params.narrow, narrow_at, entry[~is_wide], params.row_elems, np.float16)
+                staged[is_wide] = _rows(params.wide, wide_at, -1 - entry[is_wide], params.row_elems, np.float32)
+                np.add.at(total, target, staged)  # one after another, in order
+                dtype = np.dtype(np.float32 if params.is_out_float32 else np.float16)
+                begin = params.out + b_idx * params.out_stride_b * dtype.itemsize
+                view(begin, (int(rows[:, 0].max()) + 1, params.row_elems), dtype)[rows[:, 0]] = total
 
         self.world.enqueue(stream, "sum_rows", run)
 
@@ -319,8 +321,12 @@ def _reached(word: int, value: int) -> bool:
     return (ctypes.c_uint32.from_address(word).value - value) % (1 << 32) < 1 << 31
 
 
-def _row(address: int, begin: int, elems: int, dtype: Any) -> NDArray[np.float32]:
-    return _f32(view(address + begin * np.dtype(dtype).itemsize, (elems,), dtype))
+def _rows(address: int, begin: int, rows: NDArray[np.int32], elems: int, dtype: Any) -> NDArray[np.float32]:
+    """Rows of `elems` values each, counted from value `begin`."""
+    if not len(rows):
+        return np.empty((0, elems), np.float32)
+    first = address + begin * np.dtype(dtype).itemsize
+    return _f32(view(first, (int(rows.max()) + 1, elems), dtype)[rows])
 
 
 def _f32(x: NDArray[Any]) -> NDArray[np.float32]:
