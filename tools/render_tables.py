@@ -59,6 +59,16 @@ TABLES = {
         "Peak bytes above inputs and outputs",
         "tools/bench_attention.py --device cpu --bench memory --json results/memory_cpu.jsonl",
     ),
+    "schedule_gpu": Table(
+        "attention_gpu.jsonl", "schedule", ("case",), ("impl",), "{us_median:.1f}",
+        "Microseconds to prepare a mask on the device", f"{gpu_tables.COMMAND} --bench schedule",
+    ),
+    "training_gpu": Table(
+        "training_gpu.jsonl", "training", ("config", "steps"), ("impl",),
+        "{loss_first:.4f} → {loss_last:.4f}, mean distance {loss_distance_mean:.1e}, {tokens_per_s:,.0f} tokens/s",
+        "Loss of the first and the last step, mean distance of the losses to exact attention's, and speed",
+        "tools/train_gpu.py --json results/training_gpu.jsonl",
+    ),
     "balance": Table(
         "balance_cpu.jsonl", "balance", ("row",), ("algo",),
         "{subopt_vs_best_pct:.1f} % / {max_gap_vs_best_pct:.2f} %",
