@@ -12,8 +12,7 @@ from paddle_fm3._c_api import BwdParams, FwdParams, MaskView, Shape
 from paddle_fm3._device_api import PackParams, SumRowsParams
 from paddle_fm3.distributed.device import DTYPES, ELEM_BYTES, DeviceTensor
 from paddle_fm3.distributed.device_transport import BUFFER_ALIGNMENT, Batch, Piece
-from paddle_fm3.distributed.device_work import DeviceWork, RowBatch, RowPiece, SumTable
-from paddle_fm3.distributed.plan import Step
+from paddle_fm3.distributed.device_work import DeviceWork, KeyRange, RowBatch, RowPiece, SumTable
 
 NUM_SLOTS = 2  # key buffers, filled in turn
 _BYTES = {"key": ELEM_BYTES, "part": ELEM_BYTES, "narrow": ELEM_BYTES, "wide": 4}  # "wire" depends on the work
@@ -36,8 +35,8 @@ class Heads:
 
 
 @dataclass(frozen=True, eq=False)
-class StepMask:
-    """A step's mask on the device."""
+class CallMask:
+    """A call's mask on the device."""
 
     view: MaskView
     schedule: int | None
@@ -48,9 +47,9 @@ class PreparedWork:
     """A DeviceWork with what belongs to it on the device; made once a mask, used by every layer."""
 
     work: DeviceWork
-    whole: StepMask  # over the whole key buffer, tiles that need own rows only first
-    fwd_masks: tuple[StepMask | None, ...]  # None: no key rows
-    bwd_masks: tuple[StepMask | None, ...]
+    whole: CallMask  # over the whole key buffer, tiles that need own rows only first
+    fwd_masks: tuple[CallMask | None, ...]  # None: no key rows
+    bwd_masks: tuple[CallMask | None, ...]
     sums: tuple[tuple[int, int] | None, ...]  # by reduce batch: addresses of rows and entries
     own_sums: tuple[int, int]
 
@@ -81,7 +80,7 @@ class BoundWork:
         reduce: the batches of the reduction.
         pack: by slot: own K rows, own V rows into the key buffer.
         whole: by slot: one forward over the whole key buffer.
-        forward, backward: by slot: one call a step; None where a step has no key rows. dq is the caller's.
+        forward, backward: by slot: None where a call has no key rows. dq is the caller's.
         wire_sums: by reduce batch: sums of K and V rows to pass on, or None.
         own_sums: of dK and dV; out is the caller's.
     """
@@ -92,16 +91,16 @@ class BoundWork:
         self.gather = [[self._batch(batch, str(slot)) for batch in work.gather] for slot in range(NUM_SLOTS)]
         self.reduce = [self._batch(batch, "") for batch in work.reduce]
         self.pack = [[self._pack(slot, is_v) for is_v in (False, True)] for slot in range(NUM_SLOTS)]
-        whole = Step(0, 0, work.num_k_rows)
+        whole = KeyRange((), 0, work.num_k_rows)
         self.whole = [self._forward(slot, whole, prepared.whole) for slot in range(NUM_SLOTS)]
         self.forward = [
-            [None if mask is None else self._forward(slot, step, mask)
-             for step, mask in zip(work.fwd_steps, prepared.fwd_masks, strict=True)]
+            [None if mask is None else self._forward(slot, call, mask)
+             for call, mask in zip(work.fwd_calls, prepared.fwd_masks, strict=True)]
             for slot in range(NUM_SLOTS)
         ]  # fmt: skip
         self.backward = [
-            [None if mask is None else self._backward(slot, step, mask)
-             for step, mask in zip(work.bwd_steps, prepared.bwd_masks, strict=True)]
+            [None if mask is None else self._backward(slot, call, mask)
+             for call, mask in zip(work.bwd_calls, prepared.bwd_masks, strict=True)]
             for slot in range(NUM_SLOTS)
         ]  # fmt: skip
         self.wire_sums = [
@@ -124,27 +123,27 @@ class BoundWork:
         to = self._tensor(f"key{slot}", is_v)
         return PackParams(b=to.b, s=self._work.num_own, h=to.h, d=to.d, to=to.address, to_stride_b=to.strides[0])
 
-    def _common(self, slot: int, step: Step, mask: StepMask) -> dict[str, Any]:
+    def _common(self, slot: int, call: KeyRange, mask: CallMask) -> dict[str, Any]:
         heads = self._heads
         shape = Shape(
-            heads.b, self._work.num_own, step.k_end - step.k_begin, heads.h_q, heads.h_kv, heads.d_qk, heads.d_v
+            heads.b, self._work.num_own, call.k_end - call.k_begin, heads.h_q, heads.h_kv, heads.d_qk, heads.d_v
         )
         return {"shape": shape, "dtype": DTYPES[heads.dtype], "mask": mask.view, "schedule": mask.schedule}
 
-    def _set_keys(self, params: FwdParams | BwdParams, slot: int, step: Step) -> None:
+    def _set_keys(self, params: FwdParams | BwdParams, slot: int, call: KeyRange) -> None:
         for name, is_v in (("k", False), ("v", True)):
-            self._tensor(f"key{slot}", is_v).rows(step.k_begin, step.k_end).into(params, name, f"stride_{name}")
+            self._tensor(f"key{slot}", is_v).rows(call.k_begin, call.k_end).into(params, name, f"stride_{name}")
 
-    def _forward(self, slot: int, step: Step, mask: StepMask) -> FwdParams:
-        params = FwdParams(**self._common(slot, step, mask))
-        self._set_keys(params, slot, step)
+    def _forward(self, slot: int, call: KeyRange, mask: CallMask) -> FwdParams:
+        params = FwdParams(**self._common(slot, call, mask))
+        self._set_keys(params, slot, call)
         return params
 
-    def _backward(self, slot: int, step: Step, mask: StepMask) -> BwdParams:
-        params = BwdParams(**self._common(slot, step, mask))
-        self._set_keys(params, slot, step)
+    def _backward(self, slot: int, call: KeyRange, mask: CallMask) -> BwdParams:
+        params = BwdParams(**self._common(slot, call, mask))
+        self._set_keys(params, slot, call)
         for name, is_v in (("dk", False), ("dv", True)):
-            self._tensor("part", is_v).rows(step.k_begin, step.k_end).into(params, name, f"stride_{name}")
+            self._tensor("part", is_v).rows(call.k_begin, call.k_end).into(params, name, f"stride_{name}")
         return params
 
     def _sums(

@@ -24,14 +24,13 @@ from paddle_fm3.distributed.device import DTYPES, ELEM_BYTES, Device, DeviceTens
 from paddle_fm3.distributed.device_bind import (
     NUM_SLOTS,
     BoundWork,
+    CallMask,
     Heads,
     PreparedWork,
-    StepMask,
     needed_bytes,
 )
 from paddle_fm3.distributed.device_transport import BUFFER_ALIGNMENT, DeviceTransport, Ticket
-from paddle_fm3.distributed.device_work import DeviceWork, SumTable
-from paddle_fm3.distributed.plan import Step
+from paddle_fm3.distributed.device_work import DeviceWork, KeyRange, SumTable
 
 __all__ = ["FORWARD_MODES", "DeviceAttention", "Heads", "PreparedWork"]
 FORWARD_MODES = ("rows", "steps")
@@ -86,20 +85,20 @@ class DeviceAttention:
 
     def prepare(self, work: DeviceWork) -> PreparedWork:
         """Masks, schedules and sum tables on the device. Waits for the device."""
-        whole = Step(work.stage_rows and len(work.stage_rows) - 2, 0, work.num_k_rows)
+        whole = KeyRange((), 0, work.num_k_rows)
         has_remote = work.num_k_rows > work.num_own
 
-        def masks(steps: tuple[Step, ...], has_schedule: bool) -> tuple[StepMask | None, ...]:
+        def masks(calls: tuple[KeyRange, ...], has_schedule: bool) -> tuple[CallMask | None, ...]:
             return tuple(
-                self._upload_mask(work, step, None, has_schedule) if step.k_begin < step.k_end else None
-                for step in steps
+                self._upload_mask(work, call, None, has_schedule) if call.k_begin < call.k_end else None
+                for call in calls
             )
 
         return PreparedWork(
             work=work,
             whole=self._upload_mask(work, whole, work.num_own if has_remote else None, True),
-            fwd_masks=masks(work.fwd_steps, True),
-            bwd_masks=masks(work.bwd_steps, False),
+            fwd_masks=masks(work.fwd_calls, True),
+            bwd_masks=masks(work.bwd_calls, False),
             sums=tuple(None if batch.sums is None else self._upload_sums(batch.sums) for batch in work.reduce),
             own_sums=self._upload_sums(work.own_sums),
         )
@@ -116,8 +115,8 @@ class DeviceAttention:
             for address in sums or ():
                 self.device.free(address)
 
-    def _upload_mask(self, work: DeviceWork, step: Step, num_local: int | None, has_schedule: bool) -> StepMask:
-        bounds, block_mask = work.step_bounds(step)
+    def _upload_mask(self, work: DeviceWork, call: KeyRange, num_local: int | None, has_schedule: bool) -> CallMask:
+        bounds, block_mask = work.call_bounds(call)
         b, h_mask, s_k, num_bounds = bounds.shape
         view = MaskView(
             bounds=self.device.upload(bounds),
@@ -130,7 +129,7 @@ class DeviceAttention:
             s_k=s_k,
         )
         is_empty = work.num_own == 0 or s_k == 0 or not has_schedule
-        return StepMask(view, None if is_empty else self.device.schedule(view, num_local))
+        return CallMask(view, None if is_empty else self.device.schedule(view, num_local))
 
     def _upload_sums(self, sums: SumTable) -> tuple[int, int]:
         return self.device.upload(sums.rows), self.device.upload(sums.entries)
@@ -160,8 +159,8 @@ class DeviceAttention:
             return
         if ready is not None:
             self._forward_call(bound.whole[slot], q, out, lse, scale, stream, ready)
-        elif len(work.fwd_steps) == 1:
-            self._wait_stages(work, tickets, work.fwd_steps[0], stream)
+        elif len(work.fwd_calls) == 1:
+            self._wait_stages(work, tickets, work.fwd_calls[0], stream)
             self._forward_call(bound.whole[slot], q, out, lse, scale, stream)
         else:
             self._forward_steps(bound, slot, q, out, lse, scale, stream, tickets)
@@ -179,13 +178,13 @@ class DeviceAttention:
         tickets: dict[int, Ticket],
     ) -> None:  # fmt: skip
         work = bound.prepared.work
-        calls = [(s, p) for s, p in zip(work.fwd_steps, bound.forward[slot], strict=True) if p is not None]
+        calls = [(c, p) for c, p in zip(work.fwd_calls, bound.forward[slot], strict=True) if p is not None]
         if len(calls) > MAX_PARTS:
             raise ValueError(f"DeviceAttention: {len(calls)} steps; at most {MAX_PARTS} can be merged")
         parts = self._scratch_parts("out", len(calls), out.num_elems * ELEM_BYTES)
         lses = self._scratch_parts("lse", len(calls), out.b * out.h * out.s * 4)
-        for at, (step, params) in enumerate(calls):
-            self._wait_stages(work, tickets, step, stream)
+        for at, (call, params) in enumerate(calls):
+            self._wait_stages(work, tickets, call, stream)
             part = DeviceTensor.contiguous(parts[at], out.b, out.s, out.h, out.d)
             self._forward_call(params, q, part, lses[at], scale, stream)
         merge = MergeParams(
@@ -237,21 +236,21 @@ class DeviceAttention:
         side = self._side if self._side is not None else stream
         streams = [stream, *self._extra]
         self._fork(stream, [*self._extra, side])
-        call_idx, next_batch = 0, 0
-        for step_idx, params in enumerate(bound.backward[slot]):
+        num_called, next_batch = 0, 0
+        for call_idx, params in enumerate(bound.backward[slot]):
             if params is not None:
-                on = streams[call_idx % len(streams)]
-                self._wait_stages(work, tickets, work.bwd_steps[step_idx], on)
+                on = streams[num_called % len(streams)]
+                self._wait_stages(work, tickets, work.bwd_calls[call_idx], on)
                 for name, x in (("q", q), ("out", out), ("dout", dout), ("dq", dq)):
                     x.into(params, name, f"stride_{name}")
                 if dq_parts:
-                    params.dq = dq_parts[call_idx]
+                    params.dq = dq_parts[num_called]
                 params.lse, params.dlse, params.softmax_scale = lse, dlse, scale
                 params.is_deterministic = int(is_deterministic)
                 self.device.backward(params, on)
                 self._fork(on, [side])
-                call_idx += 1
-            while next_batch < len(work.reduce) and work.reduce[next_batch].stage == step_idx:
+                num_called += 1
+            while next_batch < len(work.reduce) and work.reduce_after[next_batch] == call_idx:
                 self._post_reduce(bound, next_batch, side)
                 next_batch += 1
         for extra in self._extra:
@@ -334,10 +333,10 @@ class DeviceAttention:
         self._slot_tickets[slot] = list(tickets.values())
         return tickets
 
-    def _wait_stages(self, work: DeviceWork, tickets: dict[int, Ticket], step: Step, stream: int) -> None:
-        """For what the step computes with: its stage, or everything if it spans several."""
+    def _wait_stages(self, work: DeviceWork, tickets: dict[int, Ticket], call: KeyRange, stream: int) -> None:
+        """For what the call computes with."""
         for at, ticket in tickets.items():
-            if (not work.is_overlapped or work.gather[at].stage == step.stage) and ticket.batch.recvs:
+            if work.gather[at].stage in call.stages and ticket.batch.recvs:
                 assert self.transport is not None
                 self.transport.wait(ticket, stream)
 

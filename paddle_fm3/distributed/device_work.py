@@ -23,6 +23,18 @@ from paddle_fm3.mask.column_mask import ColumnMask
 Int32Array = NDArray[np.int32]
 
 
+BWD_STYLES = ("plan", "two", "one")
+
+
+@dataclass(frozen=True)
+class KeyRange:
+    """One attention call over buffer rows [k_begin, k_end), once these stages of the gather are in. May be empty."""
+
+    stages: tuple[int, ...]
+    k_begin: int
+    k_end: int
+
+
 @dataclass(frozen=True)
 class RowPiece:
     """Rows of one message. `buffer` is "key", "part", "wire", "narrow" or "wide", for K and V (or dK and dV) alike."""
@@ -81,6 +93,8 @@ class DeviceWork:
         k_rows: rows of each rank's key buffer.
         wire_rows: rows of each rank's wire buffer.
         is_wire_float32: sums travel in float32, otherwise in the kernel's dtype.
+        fwd_calls, bwd_calls: the attention calls.
+        reduce_after: by batch of the reduction: the backward call after which it is posted.
         gather, reduce: the same (stage, hop)s on every rank, in the order of posting in forward, or backward.
         bwd_gather: positions in `gather`, in the order of posting in backward.
         own_sums: the last sum, into dK and dV of the own rows.
@@ -100,8 +114,9 @@ class DeviceWork:
     is_overlapped: bool
     is_ring: bool
     stage_rows: tuple[int, ...]
-    fwd_steps: tuple[Step, ...]
-    bwd_steps: tuple[Step, ...]
+    fwd_calls: tuple[KeyRange, ...]
+    bwd_calls: tuple[KeyRange, ...]
+    reduce_after: tuple[int, ...]
     gather: tuple[RowBatch, ...]
     bwd_gather: tuple[int, ...]
     reduce: tuple[RowBatch, ...]
@@ -117,19 +132,27 @@ class DeviceWork:
     def max_wire_rows(self) -> int:
         return max(self.wire_rows)
 
-    def step_bounds(self, step: Step) -> tuple[Int32Array, Int32Array | None]:
-        """Bounds and block_mask of the step's key rows, contiguous."""
-        bounds = np.ascontiguousarray(self.bounds[:, :, step.k_begin : step.k_end])
+    def call_bounds(self, call: KeyRange) -> tuple[Int32Array, Int32Array | None]:
+        """Bounds and block_mask of the call's key rows, contiguous."""
+        bounds = np.ascontiguousarray(self.bounds[:, :, call.k_begin : call.k_end])
         if self.block_mask is None:
             return bounds, None
-        if step.k_begin % 128 or (step.k_end % 128 and step.k_end != self.num_k_rows):
-            raise ValueError(f"DeviceWork: step [{step.k_begin}, {step.k_end}) divides a tile of the block_mask")
-        tiles = slice(step.k_begin // 128, -(-step.k_end // 128))
+        if call.k_begin % 128 or (call.k_end % 128 and call.k_end != self.num_k_rows):
+            raise ValueError(f"DeviceWork: keys [{call.k_begin}, {call.k_end}) divide a tile of the block_mask")
+        tiles = slice(call.k_begin // 128, -(-call.k_end // 128))
         return bounds, np.ascontiguousarray(self.block_mask[:, :, :, tiles])
 
     @classmethod
-    def of(cls, plan: CpPlan, rank_plan: RankPlan, *, is_wire_float32: bool = True) -> DeviceWork:
-        """Tables of one rank. Deterministic; ranks need not talk about it."""
+    def of(
+        cls, plan: CpPlan, rank_plan: RankPlan, *, is_wire_float32: bool = True, bwd_style: str = "plan"
+    ) -> DeviceWork:
+        """Tables of one rank. Deterministic; ranks need not talk about it, and may differ in `bwd_style`.
+
+        Args:
+            bwd_style: backward calls: "plan" as the plan's steps, "two" for own and for received rows, or "one". Fewer
+                calls hide less of the transfers and cost less themselves.
+        """
+        bwd_calls, reduce_after = _bwd_calls(plan, rank_plan, bwd_style)
         reduce = _ReduceLayout(plan, is_wire_float32)
         exchange = Exchange.of(plan.reduce, rank_plan.rank)
         gather = _gather_batches(plan, rank_plan.rank)
@@ -147,8 +170,9 @@ class DeviceWork:
             is_overlapped=plan.strategy.is_overlapped,
             is_ring=plan.strategy.move == "ring",
             stage_rows=rank_plan.stage_rows,
-            fwd_steps=rank_plan.fwd_steps,
-            bwd_steps=rank_plan.bwd_steps,
+            fwd_calls=tuple(_as_call(plan, step) for step in rank_plan.fwd_steps),
+            bwd_calls=bwd_calls,
+            reduce_after=reduce_after,
             gather=gather,
             bwd_gather=tuple(at for stage in stage_order for at, batch in enumerate(gather) if batch.stage == stage),
             reduce=_reduce_batches(plan, rank_plan.rank, exchange, reduce),
@@ -156,6 +180,32 @@ class DeviceWork:
             bounds=compact_bounds(rank_plan.mask),
             block_mask=rank_plan.mask.block_mask,
         )
+
+
+def _as_call(plan: CpPlan, step: Step) -> KeyRange:
+    is_all = not plan.strategy.is_overlapped
+    stages = tuple(range(1, plan.num_stages + 1)) if is_all else (step.stage,) if step.stage else ()
+    return KeyRange(stages, step.k_begin, step.k_end)
+
+
+def _bwd_calls(plan: CpPlan, rank_plan: RankPlan, style: str) -> tuple[tuple[KeyRange, ...], tuple[int, ...]]:
+    if style not in BWD_STYLES:
+        raise ValueError(f"DeviceWork: bwd_style={style!r} is none of {BWD_STYLES}")
+    steps = rank_plan.bwd_steps
+    everything = tuple(range(1, plan.num_stages + 1))
+    num_own, num_k_rows = rank_plan.num_q_rows, rank_plan.num_k_rows
+    if style == "plan" or len(steps) == 1:
+        calls = tuple(_as_call(plan, step) for step in steps)
+        call_of = list(range(len(steps)))
+    elif style == "two":
+        calls = (KeyRange((), 0, num_own), KeyRange(everything, num_own, num_k_rows))
+        call_of = [1 if step.stage else 0 for step in steps]
+    else:
+        calls = (KeyRange(everything, 0, num_k_rows),)
+        call_of = [0] * len(steps)
+    # A batch may go once all steps up to its own are done.
+    after = tuple(max(call_of[: stage + 1]) for stage, _ in _phases(plan.reduce))
+    return calls, after
 
 
 def _phases(table: Int32Array) -> list[tuple[int, int]]:

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_fm3.distributed.device_work import DeviceWork, RowBatch, RowPiece, SumTable
-from paddle_fm3.distributed.plan import Step
+from paddle_fm3.distributed.device_work import DeviceWork, KeyRange, RowBatch, RowPiece, SumTable
 
 
 def save_work(work: DeviceWork, path: Path) -> None:
@@ -27,8 +26,8 @@ def save_work(work: DeviceWork, path: Path) -> None:
         value = getattr(work, field.name)
         if field.name in ("gather", "reduce"):
             value = [_plain_batch(batch) for batch in value]
-        elif field.name.endswith("_steps"):
-            value = [asdict(step) for step in value]
+        elif field.name.endswith("_calls"):
+            value = [asdict(call) for call in value]
         elif field.name in ("bounds", "block_mask", "own_sums"):
             continue
         plain[field.name] = value
@@ -52,9 +51,9 @@ def load_work(path: Path) -> DeviceWork:
                 )
                 for at, batch in enumerate(plain[name])
             )  # fmt: skip
-        for name in ("fwd_steps", "bwd_steps"):
-            plain[name] = tuple(Step(**step) for step in plain[name])
-        for name in ("k_rows", "wire_rows", "stage_rows", "bwd_gather"):
+        for name in ("fwd_calls", "bwd_calls"):
+            plain[name] = tuple(KeyRange(tuple(c["stages"]), c["k_begin"], c["k_end"]) for c in plain[name])
+        for name in ("k_rows", "wire_rows", "stage_rows", "bwd_gather", "reduce_after"):
             plain[name] = tuple(plain[name])
         own_sums = sums("own")
         assert own_sums is not None

@@ -107,14 +107,19 @@ class Group:
 
     def step(
         self, plan: CpPlan, mask: ColumnMask, inputs: dict[str, np.ndarray], scale: float, *,
-        has_backward: bool = True, **options: Any,
+        has_backward: bool = True, bwd_styles: tuple[str, ...] | None = None, **options: Any,
     ) -> Any:  # fmt: skip
         """Enqueues forward and backward on all ranks; call the result after `world.run()` to get `Results`.
 
         Args:
+            bwd_styles: by rank.
             inputs: float16 q, k, v, dout [b, s, h, d] and float32 dlse [b, h, s] or None, in global order.
         """
-        works = [DeviceWork.of(plan, plan.rank_plan(rank, mask), **options) for rank in range(self.num_ranks)]
+        styles = bwd_styles or ("plan",) * self.num_ranks
+        works = [
+            DeviceWork.of(plan, plan.rank_plan(rank, mask), bwd_style=styles[rank], **options)
+            for rank in range(self.num_ranks)
+        ]
         rows = [plan.rank_plan(rank, mask).key_rows_global()[: works[rank].num_own] for rank in range(self.num_ranks)]
         b, _, h_q, d_qk = inputs["q"].shape
         heads = Heads(b, h_q, inputs["k"].shape[2], d_qk, inputs["v"].shape[3], "float16")

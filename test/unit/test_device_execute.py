@@ -130,6 +130,28 @@ def test_uncommon_plans(strategy: str, options: PlanOptions, what: str) -> None:
             group.close()
 
 
+@pytest.mark.parametrize("strategy", ["fm3", "fm3_no_hierarchy", "ring", "dual_chunk_allgather"])
+def test_ranks_may_group_their_backward_calls_differently(strategy: str) -> None:
+    rng = np.random.default_rng(7)
+    mask = builders.causal_document([90, 70, 40])
+    plan = build_plan(
+        mask, 4, topology=Topology.uniform(4, 2), strategy=strategy, options=PlanOptions(chunk_rows=16, num_stages=3)
+    )
+    group = Group(4, 5, num_step_streams=2, timeout_s=20.0)
+    try:
+        cases = []
+        for styles in (("plan", "two", "one", "two"), ("one",) * 4, ("two",) * 4):
+            inputs = make_inputs(rng, 1, 200, 2, 1, 8, 8)
+            cases.append((group.step(plan, mask, inputs, 8**-0.5, bwd_styles=styles), inputs))
+        group.world.run()
+        for collect, inputs in cases:
+            check(collect(), inputs, mask)
+    finally:
+        group.close()
+    with pytest.raises(ValueError, match="bwd_style='three'"):
+        DeviceWork.of(plan, plan.rank_plan(0, mask), bwd_style="three")
+
+
 def test_one_rank_needs_no_transport() -> None:
     rng = np.random.default_rng(0)
     mask = random_mask(rng, 100)
