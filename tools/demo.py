@@ -5,8 +5,8 @@
     python tools/demo.py --data FOLDER          your own .txt .md .py .jsonl .parquet files
 
 Trains on 2 ranks (PaddleNLP's Trainer, --use_flashmask3), each sequence split by a plan of its own, then repeats the
-same steps on 1 rank and compares every step's loss and gradient norm. Ends with exit code 1 if they differ by more than
-the printed tolerance.
+same steps on 1 rank, each from the same weights, and compares every step's loss and gradient norm. Ends with exit code
+1 if they differ by more than the printed tolerance.
 Files are left in runs/<name>/: metrics_cp2.jsonl, metrics_cp1.jsonl, summary.json, demo.png, command.txt, logs.
 """
 
@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -104,6 +105,7 @@ def run_demo(arguments: argparse.Namespace, run_dir: Path) -> int:
     single = None
     if arguments.ranks > 1 and not arguments.no_compare:
         single = train(run_dir, 1, arguments.steps)
+        shutil.rmtree(run_dir / "weights", ignore_errors=True)
     return finish(arguments, run_dir, packs, statistics, metrics, single, command)
 
 
@@ -146,6 +148,7 @@ def write_inputs(arguments: argparse.Namespace, run_dir: Path, packs: list[list[
         "learning_rate": arguments.learning_rate,
         "strategy": arguments.strategy,
         "seed": arguments.seed,
+        "hands_over_weights": arguments.ranks > 1 and not arguments.no_compare,
     }
     (run_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -274,7 +277,10 @@ def compare(metrics: list[dict[str, Any]], single: list[dict[str, Any]], ranks: 
     """Prints whether both runs agree; 1 if they do not."""
     differences = report.largest_differences(metrics, single)
     tolerances = {"loss": report.LOSS_TOLERANCE, "gradient_norm": report.GRADIENT_TOLERANCE}
-    print(f"\n{ranks} ranks against 1 rank, the same {len(metrics)} steps, largest relative difference of any step:")
+    print(
+        f"\n{ranks} ranks against 1 rank, the same {len(metrics)} steps from the same weights, largest relative "
+        "difference of any step:"
+    )
     is_agreed = True
     for field, (difference, step) in differences.items():
         is_within = difference <= tolerances[field]

@@ -274,10 +274,6 @@ class Forwarded:
     lse: cpu_rows.Float32Array  # [b, h_q, s_local]
     has_gathered: bool = True
 
-    def without_gathered(self) -> Forwarded:
-        num_own = self.q.shape[1]
-        return replace(self, k=self.k[:, :num_own].copy(), v=self.v[:, :num_own].copy(), has_gathered=False)
-
 
 class RankRun:
     """Forward and backward of one attention call on one rank.
@@ -295,14 +291,18 @@ class RankRun:
         self._timeout_s = timeout_s
         self._trace = trace
 
-    def forward(self, q: Array, k: Array, v: Array) -> Forwarded:
-        """Own rows q [b, s_local, h_q, d_qk], k, v -> out and lse over all keys.
+    def forward(self, q: Array, k: Array, v: Array, out: Array, keep_gathered: bool = True) -> Forwarded:
+        """Own rows q [b, s_local, h_q, d_qk], k, v -> out, written in place, and lse over all keys.
+
+        Args:
+            out: zeros [b, s_local, h_q, d_v] in q's dtype. It and q are part of the result, not copied.
+            keep_gathered: whether the result holds the keys of other ranks, or backward gathers them again.
 
         Raises:
             TransportError: a rank was lost or stalled.
         """
         gather = self._gather(k, v)
-        out = np.zeros((*q.shape[:3], v.shape[3]), np.float32)  # [b, s_local, h_q, d_v]
+        total = out if out.dtype == np.float32 else np.zeros(out.shape, np.float32)  # [b, s_local, h_q, d_v]
         lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf, np.float32)  # [b, h_q, s_local]
         is_first = True
         for step in filter(None, self._work.fwd_steps):
@@ -313,11 +313,16 @@ class RankRun:
                     q[:, rows], gather.k[:, step.keys], gather.v[:, step.keys], step.mask, self._scale
                 )
                 if is_first:
-                    out[:, rows], lse[:, :, rows], is_first = cpu_rows.to_float32(part), part_lse, False
+                    total[:, rows], lse[:, :, rows], is_first = cpu_rows.to_float32(part), part_lse, False
                 else:
-                    cpu_rows.merge(out[:, rows], lse[:, :, rows], cpu_rows.to_float32(part), part_lse)
+                    cpu_rows.merge(total[:, rows], lse[:, :, rows], cpu_rows.to_float32(part), part_lse)
         gather.wait_sent()
-        return Forwarded(q, gather.k, gather.v, cpu_rows.from_float32(out, q.dtype), lse)
+        if total is not out:
+            out[...] = cpu_rows.from_float32(total, out.dtype)
+        if keep_gathered:
+            return Forwarded(q, gather.k, gather.v, out, lse)
+        num_own = q.shape[1]
+        return Forwarded(q, gather.k[:, :num_own].copy(), gather.v[:, :num_own].copy(), out, lse, has_gathered=False)
 
     def backward(
         self, saved: Forwarded, dout: Array, dlse: cpu_rows.Float32Array, reduce_dtype: np.dtype

@@ -30,6 +30,7 @@ from paddle_fm3.mask.column_mask import ColumnMask
 _plans = PlanCache()
 _work: OrderedDict[tuple[Any, ...], RankWork] = OrderedDict()
 _transports: dict[int, TcpTransport] = {}  # group id -> its connections, made at the first planned call
+_byte_counts: dict[int, Any] = {}  # group id -> whatever moves its rows: it has sent_bytes and received_bytes
 
 
 @dataclass(frozen=True)
@@ -187,15 +188,21 @@ def _transport_of(communicator: Communicator) -> TcpTransport:
         except TransportError as error:
             raise CommError(f"context parallelism: {error}") from error
         _transports[communicator.group.id] = transport
+        count_bytes_of(communicator.group, transport)
     return transport
 
 
 def transport_bytes(group: Any) -> tuple[list[int], list[int]]:
     """Payload bytes that planned attention has sent to and received from each rank of the group, so far."""
-    transport = _transports.get(group.id)
+    transport = _byte_counts.get(group.id)
     if transport is None:
         return [0] * group.nranks, [0] * group.nranks
     return list(transport.sent_bytes), list(transport.received_bytes)
+
+
+def count_bytes_of(group: Any, transport: Any) -> None:
+    """Has `transport_bytes` of the group answer with what this transport counts."""
+    _byte_counts[group.id] = transport
 
 
 class _PlannedAttention(PyLayer):
@@ -211,23 +218,36 @@ class _PlannedAttention(PyLayer):
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
         ctx.run, ctx.reduce_dtype = run, reduce_dtype
         ctx.is_wanted = tuple(not x.stop_gradient for x in (q, k, v))
-        ctx.dtype = q.dtype
-        # Copies: the caller may write to q before backward reads it.
-        saved = _guarded(run, run.forward, *(_array_of(x) for x in (q, k, v)))
-        ctx.saved = saved if keep_gathered else saved.without_gathered()
-        out = _tensor_of(saved.out, q.dtype)  # [b, s_local, h_q, d_v]
+        dense = [x.detach().contiguous() for x in (q, k, v)]
+        out = paddle.zeros([*q.shape[:3], v.shape[3]], q.dtype)  # [b, s_local, h_q, d_v]
+        ctx.saved = saved = _guarded(
+            run, run.forward, *map(cpu_rows.view_of, dense), cpu_rows.view_of(out), keep_gathered
+        )  # fmt: skip
+        # Not copied. NOTE: a detached tensor shares memory and write count, and keeps no graph alive.
+        ctx.lent = [(name, x, x.inplace_version) for name, x in (("q", dense[0]), ("out", out.detach()))]
         return out, _tensor_of(saved.lse, paddle.float32)  # [b, h_q, s_local]
 
     @staticmethod
     def backward(ctx: Any, dout: paddle.Tensor, dlse: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
         saved: Forwarded = ctx.saved
+        dtype = dout.dtype
+        _guarded(ctx.run, _check_unwritten, ctx.lent)
         wire_dtype = np.dtype(np.float32) if ctx.reduce_dtype == "float32" else saved.k.dtype
-        arrays = _array_of(dout.astype(ctx.dtype)), _array_of(dlse.astype("float32"))
-        grads = _guarded(ctx.run, ctx.run.backward, saved, *arrays, wire_dtype)
+        given = [dout.detach().contiguous(), dlse.astype("float32").contiguous()]
+        grads = _guarded(ctx.run, ctx.run.backward, saved, *map(cpu_rows.view_of, given), wire_dtype)
         return tuple(
-            _tensor_of(cpu_rows.from_float32(grad, saved.q.dtype), ctx.dtype) if is_wanted else None
+            _tensor_of(cpu_rows.from_float32(grad, saved.q.dtype), dtype) if is_wanted else None
             for grad, is_wanted in zip(grads, ctx.is_wanted, strict=True)
         )
+
+
+def _check_unwritten(lent: list[tuple[str, paddle.Tensor, int]]) -> None:
+    for name, x, version in lent:
+        if x.inplace_version != version:
+            raise ValueError(
+                f"flashmask_cp_attention: {name} was written to in place between forward and backward (write count "
+                f"{version} then, {x.inplace_version} now); backward needs what it held"
+            )
 
 
 def _guarded(run: RankRun, action: Any, *arguments: Any) -> Any:
@@ -239,11 +259,6 @@ def _guarded(run: RankRun, action: Any, *arguments: Any) -> Any:
     except BaseException as error:
         run.abandon(f"{type(error).__name__}: {error}")
         raise
-
-
-def _array_of(x: paddle.Tensor) -> np.ndarray:
-    """A copy; bfloat16 as uint16."""
-    return np.array(x.numpy(), copy=True)
 
 
 def _tensor_of(x: np.ndarray, dtype: Any) -> paddle.Tensor:

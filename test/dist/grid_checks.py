@@ -98,6 +98,14 @@ def check_names(group: Any | None) -> None:
     with pytest.raises(ValueError, match=f"made for the mask with digest {other.mask_digest}.*{plan.mask_digest}"):
         RankInputs.of(case, rows, group).attend(plan=other)
     if group is None:
+        for written in ("q", "out"):  # what backward reads must be as forward left it
+            inputs = RankInputs.of(case, rows, None)
+            inputs.q = inputs.q * 1.0
+            out, _ = inputs.attend(plan=plan)
+            with paddle.no_grad():
+                (inputs.q if written == "q" else out).add_(paddle.ones([1]))
+            with pytest.raises(OSError, match=f"{written} was written to in place between forward and backward"):
+                out.sum().backward()
         return
     short = contiguous_partition(case.s, num_ranks + 1)
     with pytest.raises(ValueError, match=f"the partition cuts s={case.s} for {num_ranks + 1} ranks"):

@@ -23,6 +23,7 @@ from attention_timer import AttentionTimer
 from paddlenlp.trainer import Trainer, TrainerCallback
 from paddlenlp.transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 from paddlenlp.utils.log import logger
+from weights import WeightHandover
 
 from paddle_fm3.distributed.prepared import digest_of
 from paddle_fm3.integration.paddlenlp import FlashMask3TrainingArguments, PackedCollator
@@ -153,12 +154,15 @@ def main() -> None:
     timer = AttentionTimer()
     timer.install()
     metrics = MetricsWriter(run_dir / f"metrics_cp{num_ranks}.jsonl", timer, config["s"] * config["batch_size"])
+    model, callbacks = build_model(config), [metrics]
+    if config.get("hands_over_weights"):
+        callbacks.append(WeightHandover(run_dir / "weights", model, num_ranks, config["steps"]))
     trainer = DemoTrainer(
-        model=build_model(config),
+        model=model,
         args=arguments,
         train_dataset=PackedSequences(run_dir / "packs.npz"),
         data_collator=PackedCollator(config["s"]),
-        callbacks=[metrics],
+        callbacks=callbacks,
     )
     metrics.trainer = trainer
     if config.get("attention") == "paddle_dense":
