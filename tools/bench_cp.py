@@ -57,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     on_gpu.add_argument("--only-plans", action="store_true", help="make the plans and stop")
     on_gpu.add_argument("--calls", type=int, default=10, help="calls of a timed loop at 8K rows a rank; fewer above")
     on_gpu.add_argument("--loops", type=int, default=5, help="timed loops, each started by all ranks together")
+    on_gpu.add_argument("--late-keys", type=int, metavar="GPU", help="only: one forward whose keys come from that GPU")
     on_gpu.add_argument("--timeout", type=float, default=3600.0, help="seconds for all ranks")
     on_gpu.add_argument("--commit", help="of the measured tree, where it is no git checkout")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -75,13 +76,13 @@ def main(argv: list[str] | None = None) -> int:
         measured = json.loads((Path(folder) / "rank0.json").read_text())
     identity = bench.RunIdentity.of_this_process(bench.cpu_name())
     records = [bench.record(identity, "cp", fields.pop("impl"), **fields) for fields in measured]
-    print(bench.format_table(records, COLUMNS))
-    if arguments.results:
-        bench.append_records(arguments.results / "cp_cpu.jsonl", records)
-    return 0 if all(one["refcheck"] == "pass" for one in records) else 1
+    return report(records, COLUMNS, arguments.results and arguments.results / "cp_cpu.jsonl")
 
 
 def on_gpus(arguments: argparse.Namespace) -> int:
+    if arguments.late_keys is not None:
+        records = list(gpu.late_key_records(arguments.late_keys, 20, arguments.commit))
+        return report(records, gpu.LATE_COLUMNS, arguments.results and arguments.results / "cp_gpu.jsonl")
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.plans or Path(temporary)).resolve()
         if not (folder / "config.json").exists():
@@ -94,11 +95,15 @@ def on_gpus(arguments: argparse.Namespace) -> int:
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "-i", "0"], capture_output=True, text=True
         ).stdout.strip()
         records = list(gpu.records_of(folder, lines, name, arguments.commit))
+    return report(records, gpu.COLUMNS, arguments.results and arguments.results / "cp_gpu.jsonl")
+
+
+def report(records: list[dict], columns: tuple[str, ...], path: Path | None) -> int:
     from paddle_fm3.testing import bench
 
-    print(bench.format_table(records, gpu.COLUMNS))
-    if arguments.results:
-        bench.append_records(arguments.results / "cp_gpu.jsonl", records)
+    print(bench.format_table(records, columns))
+    if path:
+        bench.append_records(path, records)
     return 0 if records and all(one["refcheck"] == "pass" for one in records) else 1
 
 

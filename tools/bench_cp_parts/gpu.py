@@ -177,6 +177,47 @@ def records_of(folder: Path, lines: list[dict[str, Any]], device: str, commit: s
         yield bench.record(identity, "cp_gpu", **_fields(job, own))
 
 
+LATE_CASES = (("32k_causal_document", "32/4"), ("32k_document", "64/8"), ("32k_causal", "8/1"), ("8k_causal", "32/4"))
+LATE_COLUMNS = ("impl", "case", "heads", "plain_ms", "ready_ms", "late_ms", "speed_ready", "speed_late", "refcheck")
+
+
+def late_key_records(device_idx: int, repeats: int, commit: str | None) -> Iterator[dict[str, Any]]:
+    """One forward in one process whose last half of the keys comes by copy engines while it runs: its speed as a
+    fraction of that with all keys in place, without (`plain`) and with (`ready`) the kernel looking at the word."""
+    import torch
+
+    from paddle_fm3._native import sm90_library
+    from paddle_fm3.distributed.device import Sm90Device
+    from paddle_fm3.testing import bench
+    from paddle_fm3.testing.cases import benchmark_case, resized
+    from paddle_fm3.testing.gpu_call import Sm90
+    from paddle_fm3.testing.gpu_cp_timing import LateKeys
+
+    identity = bench.RunIdentity.of_this_process(torch.cuda.get_device_name(), commit)
+    device = Sm90Device(sm90_library())
+    for name, heads in LATE_CASES:
+        h_q, h_kv = HEADS[heads]
+        case = resized(benchmark_case(name), b=1, h_q=h_q, h_kv=h_kv)
+        late = LateKeys(device, case, num_local=case.s_k // 2, num_pieces=4, source_device_idx=device_idx)
+        try:
+            out, lse = Sm90(sm90_library()).forward(late.q, late.k_full, late.v_full, late.mask)
+            late.poison()
+            late.run(delay_ms=0.5)
+            torch.cuda.synchronize()
+            is_right = late.status == 0 and torch.equal(late.out, out) and torch.equal(late.lse, lse)
+            times = late.time(repeats)
+            yield bench.record(
+                identity, "cp_gpu", "late_keys", refcheck=is_right and late.status == 0, case=name, heads=heads,
+                source="same GPU, another process" if device_idx == 0 else f"GPU {device_idx}", repeats=repeats,
+                mb_copied=round(sum(x[:, case.s_k // 2 :].nbytes for x in (late.k, late.v)) / 1e6, 2),
+                **{f"{key}_ms": round(ms, 4) for key, ms in times.items()},
+                speed_ready=round(times["plain"] / times["ready"], 4),
+                speed_late=round(times["plain"] / times["late"], 4),
+            )  # fmt: skip
+        finally:
+            late.close()
+
+
 def _fields(job: dict[str, Any], own: list[dict[str, Any]]) -> dict[str, Any]:
     def slowest(name: str) -> np.ndarray:
         """By loop, of the ranks."""
