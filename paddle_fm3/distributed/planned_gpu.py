@@ -107,7 +107,10 @@ def _checked(record: agreement.Record, q: paddle.Tensor) -> agreement.Record:
 def _attention_of(communicator: Communicator | None, timeout_s: float) -> DeviceAttention:
     group_id = None if communicator is None else communicator.group.id
     if group_id not in _attentions:
-        transport = None if communicator is None else _make_transport(communicator)
+        transport = None
+        if communicator is not None:
+            transport = _make_transport(communicator)
+            planned.count_bytes_of(communicator.group, transport)
         _attentions[group_id] = DeviceAttention(PaddleDevice(), transport, timeout_s=timeout_s)
     return _attentions[group_id]
 
@@ -131,14 +134,6 @@ def _make_transport(communicator: Communicator) -> DeviceTransport:
         return NcclTransport(communicator.group, PaddleDevice(), control, timeout_s)
     except TransportError as error:
         raise CommError(f"context parallelism: {error}") from error
-
-
-def transport_bytes(group: Any) -> tuple[list[int], list[int]] | None:
-    """Payload bytes sent to and received from each rank of the group so far; None if no plan ran on GPUs."""
-    attention = _attentions.get(group.id)
-    if attention is None or attention.transport is None:
-        return None
-    return list(attention.transport.sent_bytes), list(attention.transport.received_bytes)
 
 
 class _PlannedAttention(PyLayer):

@@ -3,6 +3,7 @@
 
 Usage: paddle_cp_worker.py MODE [RESULT_FILE]
     MODE check    every strategy and mask kind, bytes against the plan, repeats, a long sequence against one GPU
+         speed    milliseconds of a forward and backward of each move of rows, beside one GPU's for the same rows' work
          killed   the last rank ends in the middle of a step
          stalled  the last rank stops taking part
 Inputs are made on the host, as test_paddle_op_gpu.py says why.
@@ -21,11 +22,11 @@ import paddle
 import paddle.distributed as dist
 from plan_cases import CASES, PlanCase
 
-from paddle_fm3 import flashmask_attention
-from paddle_fm3.distributed import planned_gpu
+from paddle_fm3 import _native, _paddle, flashmask_attention
 from paddle_fm3.distributed.attention import flashmask_cp_attention
+from paddle_fm3.distributed.device import Sm90Device
 from paddle_fm3.distributed.plan import CpPlan
-from paddle_fm3.distributed.planned import plan_attention
+from paddle_fm3.distributed.planned import plan_attention, transport_bytes
 from paddle_fm3.distributed.strategy import STRATEGIES
 from paddle_fm3.testing import reference
 from paddle_fm3.testing.compare import assert_close_to_oracle
@@ -87,8 +88,8 @@ def expected_bytes(plan: CpPlan, call: object, rank: int) -> np.ndarray:
 
 
 def moved_bytes(group: object) -> np.ndarray:
-    found = planned_gpu.transport_bytes(group)
-    return np.zeros((2, group.nranks), np.int64) if found is None else np.array(found)
+    """[2, num_ranks] sent and received so far."""
+    return np.array(transport_bytes(group))
 
 
 def run_case(case: PlanCase, plan: CpPlan, group: object) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -191,6 +192,37 @@ def check(group: object) -> None:
     print(f"passed {len(cases) + len(STRATEGIES)} cases", flush=True)
 
 
+SPEED_STRATEGIES = ("fm3", "fm3_no_overlap", "dual_chunk_allgather", "ring")
+
+
+def speed(group: object) -> None:
+    """Prints a line a strategy; documents of 3,000 rows, 8,192 rows a rank, 32 query and 4 key heads of 128."""
+    s, h_q, h_kv, d = 8192 * group.nranks, 32, 4, 128
+    ends = np.minimum((np.arange(s) // 3000 + 1) * 3000, s).astype(np.int32)[None, None, :, None]  # [1, 1, s, 1]
+    rng = np.random.default_rng(6)
+    device = Sm90Device(_native.sm90_library())
+    begin, end = device.event_create(has_time=True), device.event_create(has_time=True)
+
+    def normal(rows: int, heads: int) -> np.ndarray:
+        return rng.standard_normal((1, rows, heads, d), np.float32).astype(ml_dtypes.bfloat16)
+
+    bounds = to_tensor(ends)
+    for strategy in SPEED_STRATEGIES:
+        plan = plan_attention(ends, causal=True, num_ranks=group.nranks, strategy=strategy)
+        num_rows = plan.partition.num_rows(group.rank)
+        arrays = [normal(num_rows, heads) for heads in (h_q, h_kv, h_kv, h_q)]
+        times = []
+        for _ in range(12):
+            q, k, v, dout = (to_tensor(x, needs_grad=at < 3) for at, x in enumerate(arrays))
+            dist.stream.all_reduce(to_tensor(np.zeros(1, np.float32)), group=group)  # ranks start together
+            device.event_record(begin, _paddle.current_stream())
+            out = flashmask_cp_attention(q, k, v, bounds, causal=True, group=group, plan=plan, timeout_s=TIMEOUT_S)
+            paddle.autograd.backward([out], [dout])
+            device.event_record(end, _paddle.current_stream())
+            times.append(device.event_elapsed_ms(begin, end))
+        print(f"speed {strategy}: median {np.median(times[4:]):.3f} ms, best {min(times):.3f} ms", flush=True)
+
+
 def fail_in_the_middle(group: object, mode: str) -> None:
     case = gpu_case(CASES[0])
     plan = case.plan(group.nranks)
@@ -210,6 +242,8 @@ def main() -> None:
     group = dist.new_group(list(range(dist.get_world_size())))
     if mode == "check":
         check(group)
+    elif mode == "speed":
+        speed(group)
     else:
         fail_in_the_middle(group, mode)
 
