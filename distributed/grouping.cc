@@ -128,4 +128,30 @@ void Grouping::remove(int32_t chunk) {
   steps_ += own.end - own.begin + 8;
 }
 
+Grouping::MoveCost Grouping::cost_of_move(int32_t chunk, int32_t to) {
+  const int32_t from = node_of_chunk_[chunk];
+  const int32_t* users_from = &users_[size_t(from) * segments_.count()];
+  const int32_t* users_to = &users_[size_t(to) * segments_.count()];
+  const Run own = segments_.of_chunk(chunk);
+  MoveCost cost{0, 0};
+  // Rows that it owns: `to` has them now, and `from` fetches what its other chunks need of them.
+  for (int32_t segment = own.begin; segment < own.end; ++segment) {
+    if (users_to[segment] > 0) cost.to -= segments_.rows(segment);
+    if (users_from[segment] > 0) cost.from += segments_.rows(segment);
+  }
+  for (const Run& run : segments_.needed_by(chunk)) {
+    for (int32_t segment = run.begin; segment < run.end; ++segment) {
+      const bool is_own = segment >= own.begin && segment < own.end;
+      // Without this chunk nobody on `from` needs the segment: not fetched, or, if it was owned, not fetched either.
+      if (users_from[segment] == 1 && (is_own || owner_[segment] != from))
+        cost.from -= segments_.rows(segment);
+      if (users_to[segment] == 0 && !is_own && owner_[segment] != to)
+        cost.to += segments_.rows(segment);
+    }
+    steps_ += run.end - run.begin;
+  }
+  steps_ += own.end - own.begin + 8;
+  return cost;
+}
+
 }  // namespace fm3::planner

@@ -13,35 +13,26 @@ namespace {
 // Breaks if:  a rank's local rows are not in ascending global order (Partition rules it out).
 // Tested by:  test/unit/test_localize_native.py::test_ten_thousand_masks_against_dense
 struct LocalRows {
-  // loc(r) = before[r >> shift] + ((r & low_bits) & owned[r >> shift]): small tables when all chunks (but the
-  // last) have one power-of-two length, else one entry a row.
+  // loc(r) = before[r >> shift] + ((r & low_bits) & owned[r >> shift]): one entry for each 2^shift rows, the largest
+  // power of two that divides every chunk's first row.
   std::vector<int32_t> before, owned;
   int32_t shift, low_bits, count = 0;
 
   LocalRows(const ChunkGrid& grid, const std::vector<int32_t>& chunk_ranks, int32_t rank) {
-    const int32_t length = grid.num_chunks() > 0 ? grid.rows(0) : 1;
-    bool is_even = (length & (length - 1)) == 0;
-    for (int32_t chunk = 1; chunk < grid.num_chunks(); ++chunk) {
-      is_even &= grid.rows(chunk) == length ||
-                 (chunk + 1 == grid.num_chunks() && grid.rows(chunk) < length);
-    }
-    low_bits = is_even ? length - 1 : 0;
-    shift = __builtin_ctz(low_bits + 1);
+    uint32_t bits = 1u << 30;
+    for (int32_t chunk = 1; chunk < grid.num_chunks(); ++chunk) bits |= uint32_t(grid.begin(chunk));
+    shift = __builtin_ctz(bits);
+    low_bits = (1 << shift) - 1;
     for (int32_t chunk = 0; chunk < grid.num_chunks(); ++chunk) {
       const bool is_own = chunk_ranks[chunk] == rank;
-      if (is_even) {
+      for (int32_t row = grid.begin(chunk); row < grid.end(chunk); row += low_bits + 1) {
         before.push_back(count);
         owned.push_back(is_own ? -1 : 0);
-        count += is_own ? grid.rows(chunk) : 0;
-        continue;
-      }
-      for (int32_t row = grid.begin(chunk); row < grid.end(chunk); ++row) {
-        before.push_back(count);
-        count += is_own ? 1 : 0;
+        count += is_own ? std::min(low_bits + 1, grid.end(chunk) - row) : 0;
       }
     }
-    before.push_back(count);  // r = s; if s cuts the last chunk short, its own entry already serves
-    owned.resize(before.size(), 0);
+    before.push_back(count);  // r = s; if s cuts the last entry short, that one already serves
+    owned.push_back(0);
   }
 
   int32_t at(int32_t row) const {

@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "balance.h"
+#include "block_balance.h"
 #include "content_hash.h"
 #include "localize.h"
 #include "needs.h"
@@ -214,26 +215,31 @@ PYBIND11_MODULE(_planner, m) {
                  to_array<int32_t, int32_t>(needs.begins, {num_ranks + 1}),
                  to_array<Run, int32_t>(needs.runs, {py::ssize_t(needs.runs.size()), 2}));
            })
-      .def("balance_by_node", [](Scan& scan, const Array<int64_t>& weights,
-                                 const Array<int32_t>& capacity, const Array<double>& speed,
-                                 const Array<int32_t>& node_of_rank, double us_per_load,
-                                 double us_per_row, double target_gap, int64_t max_triples,
-                                 int32_t max_kicks, int64_t max_steps) {
-        to_problem(weights, capacity, speed);  // checks
-        if (node_of_rank.size() != capacity.size())
-          throw py::value_error("planner: one node a rank");
-        if (weights.size() != scan.grid.num_chunks())
-          throw py::value_error("planner: one weight a chunk");
-        const NodeProblem problem{to_vector(weights),      to_vector(capacity), to_vector(speed),
-                                  to_vector(node_of_rank), us_per_load,         us_per_row};
-        Balance result;
-        {
-          py::gil_scoped_release release;
-          result = balance_by_node(problem, scan.find(), scan.grid,
-                                   {target_gap, max_triples, max_kicks}, max_steps);
-        }
-        return from_balance(result);
-      });
+      .def("balance_by_node",
+           [](Scan& scan, const Array<int64_t>& weights, const Array<int32_t>& capacity,
+              const Array<double>& speed, const Array<int32_t>& node_of_rank, double us_per_load,
+              double us_per_row, double target_gap, int64_t max_triples, int32_t max_kicks,
+              int64_t max_steps, int32_t block) {
+             to_problem(weights, capacity, speed);  // checks
+             if (node_of_rank.size() != capacity.size())
+               throw py::value_error("planner: one node a rank");
+             if (weights.size() != scan.grid.num_chunks())
+               throw py::value_error("planner: one weight a chunk");
+             const NodeProblem problem{to_vector(weights),
+                                       to_vector(capacity),
+                                       to_vector(speed),
+                                       to_vector(node_of_rank),
+                                       us_per_load,
+                                       us_per_row,
+                                       block};
+             Balance result;
+             {
+               py::gil_scoped_release release;
+               result = balance_by_node(problem, scan.find(), scan.grid,
+                                        {target_gap, max_triples, max_kicks}, max_steps);
+             }
+             return from_balance(result);
+           });
 
   m.def("lower_bound", [](const Array<int64_t>& weights, const Array<int32_t>& capacity,
                           const Array<double>& speed) {
@@ -244,17 +250,17 @@ PYBIND11_MODULE(_planner, m) {
     const auto ranks = balance_lpt(to_problem(weights, capacity, speed));
     return to_array<int32_t, int32_t>(ranks, {py::ssize_t(ranks.size())});
   });
-  m.def("balance",
-        [](const Array<int64_t>& weights, const Array<int32_t>& capacity,
-           const Array<double>& speed, double target_gap, int64_t max_triples, int32_t max_kicks) {
-          const BalanceProblem problem = to_problem(weights, capacity, speed);
-          Balance result;
-          {
-            py::gil_scoped_release release;
-            result = balance(problem, {target_gap, max_triples, max_kicks});
-          }
-          return from_balance(result);
-        });
+  m.def("balance", [](const Array<int64_t>& weights, const Array<int32_t>& capacity,
+                      const Array<double>& speed, double target_gap, int64_t max_triples,
+                      int32_t max_kicks, int32_t block) {
+    const BalanceProblem problem = to_problem(weights, capacity, speed);
+    Balance result;
+    {
+      py::gil_scoped_release release;
+      result = balance_in_blocks(problem, block, {target_gap, max_triples, max_kicks});
+    }
+    return from_balance(result);
+  });
   m.def("balance_paper", [](const Array<int64_t>& weights, int32_t num_ranks, int32_t last_phase) {
     if (num_ranks < 1 || weights.size() % num_ranks != 0) {
       throw py::value_error("balance_paper: the paper's IPO needs num_chunks % num_ranks == 0");

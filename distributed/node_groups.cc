@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "block_balance.h"
 #include "island_split.h"
 #include "rank_exchange.h"
 
@@ -14,7 +15,7 @@ constexpr double kEvenEnough = 0.002;  // nodes this close to the mean are left 
 constexpr size_t kMostSplits = 6;      // island splits tried, fewer for many nodes
 constexpr double kCoarseGap = 0.05;    // less even than this, and other starts are tried as well
 // A split this even, with this share of the rows crossing, ends the search.
-constexpr double kFineGap = 0.02, kFineShare = 0.25;
+constexpr double kFineGap = 0.01, kFineShare = 0.35;
 constexpr double kCrowdedShare = 0.45;
 constexpr size_t kTried = 12;  // chunks of a node that an exchange considers
 constexpr int kVerified = 4;   // candidates of an exchange whose traffic is computed exactly
@@ -248,11 +249,8 @@ class NodeDescent {
       const int32_t chunk =
           chunks[count_tried == chunks.size() ? i
                                               : (2 * i + 1) * chunks.size() / (2 * count_tried)];
-      const int64_t before_from = grouping_.slow_rows(from), before_to = grouping_.slow_rows(to);
-      grouping_.move(chunk, to);
-      list.push_back(
-          {chunk, grouping_.slow_rows(from) - before_from, grouping_.slow_rows(to) - before_to});
-      grouping_.move(chunk, from);
+      const Grouping::MoveCost cost = grouping_.cost_of_move(chunk, to);
+      list.push_back({chunk, cost.from, cost.to});
     }
     return list;
   }
@@ -329,7 +327,7 @@ Assignment to_ranks(const NodeProblem& problem, const std::vector<Node>& nodes, 
       inside.capacity.push_back(problem.capacity[rank]);
       inside.speed.push_back(problem.speed[rank]);
     }
-    const Balance result = balance(inside, options);
+    const Balance result = balance_in_blocks(inside, problem.block, options);
     for (size_t i = 0; i < chunks.size(); ++i)
       found.ranks[chunks[i]] = nodes[node].ranks[result.ranks[i]];
   }
@@ -364,7 +362,7 @@ Balance balance_by_node(const NodeProblem& problem, const std::vector<Need>& nee
   };
   const std::vector<int32_t> counts = chunks_per_node(problem, nodes);
   const size_t num_splits =
-      std::clamp<size_t>(kMostSplits * 4 / (nodes.size() * nodes.size()), 2, kMostSplits);
+      std::clamp<size_t>(kMostSplits * 8 / (nodes.size() * nodes.size()), 2, kMostSplits);
   for (size_t seed = 0; seed < num_splits; ++seed) {
     const auto start = split_islands(problem, nodes, counts, segments, islands, seed);
     if (start.empty()) break;

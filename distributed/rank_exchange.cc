@@ -7,7 +7,7 @@
 namespace fm3::planner {
 namespace {
 
-constexpr size_t kTradesVerified = 32;   // trades whose traffic is computed exactly
+constexpr size_t kTradesVerified = 16;   // trades whose traffic is computed exactly
 constexpr int64_t kWorthwhileRows = 64;  // less saved traffic is not worth a trade
 
 }  // namespace
@@ -19,9 +19,13 @@ RankExchange::RankExchange(const NodeProblem& problem, Grouping& grouping,
       ranks_(ranks),
       chunks_(problem.num_ranks()),
       loads_(problem.num_ranks()) {
+  for (double speed : problem.speed) inverse_speed_.push_back(1 / speed);
   for (int32_t chunk = 0; chunk < problem.num_chunks(); ++chunk) {
     chunks_[ranks[chunk]].push_back(chunk);
     loads_[ranks[chunk]] += problem.weights[chunk];
+  }
+  for (auto& chunks : chunks_) {
+    std::sort(chunks.begin(), chunks.end(), [&](int32_t x, int32_t y) { return is_lighter(x, y); });
   }
 }
 
@@ -79,9 +83,16 @@ RankExchange::Trade RankExchange::best_trade(int32_t rank) {
         (before - together) * problem_.us_per_load <= best.back().gain_us)
       continue;
     const bool has_room = int32_t(chunks_[other].size()) < problem_.capacity[other];
+    // The gain grows with the load moved up to `ideal`, then falls: of their chunks, the nearest on either side count.
+    const double ideal = (before - finish(other)) / (inverse_speed_[rank] + inverse_speed_[other]);
+    const std::vector<int32_t>& theirs = chunks_[other];
+    size_t at = 0;
     for (int32_t mine : chunks_[rank]) {
       if (has_room) consider(rank, other, mine, -1, before, best);
-      for (int32_t theirs : chunks_[other]) consider(rank, other, mine, theirs, before, best);
+      const double wanted = double(problem_.weights[mine]) - ideal;
+      while (at < theirs.size() && double(problem_.weights[theirs[at]]) < wanted) ++at;
+      if (at > 0) consider(rank, other, mine, theirs[at - 1], before, best);
+      if (at < theirs.size()) consider(rank, other, mine, theirs[at], before, best);
     }
   }
   Trade chosen{0, rank, -1, -1};
@@ -101,14 +112,19 @@ void RankExchange::consider(int32_t rank, int32_t other, int32_t mine, int32_t t
                             double before, std::vector<Trade>& best) const {
   const Load moved = problem_.weights[mine] - (theirs < 0 ? 0 : problem_.weights[theirs]);
   if (moved <= 0) return;
-  const double after = std::max(double(loads_[rank] - moved) / problem_.speed[rank],
-                                double(loads_[other] + moved) / problem_.speed[other]);
+  const double after = std::max(double(loads_[rank] - moved) * inverse_speed_[rank],
+                                double(loads_[other] + moved) * inverse_speed_[other]);
   if (after >= before) return;
   const Trade trade{(before - after) * problem_.us_per_load, other, mine, theirs};
   const auto is_better = [](const Trade& x, const Trade& y) { return x.gain_us > y.gain_us; };
   if (best.size() == kTradesVerified && !is_better(trade, best.back())) return;
+  const auto place = std::upper_bound(best.begin(), best.end(), trade, is_better);
+  // Chunks of one document weigh the same: one trade of them speaks for all.
+  if (place != best.begin() && place[-1].gain_us == trade.gain_us && place[-1].other == other)
+    return;
+  const auto at = place - best.begin();
   if (best.size() == kTradesVerified) best.pop_back();
-  best.insert(std::upper_bound(best.begin(), best.end(), trade, is_better), trade);
+  best.insert(best.begin() + at, trade);
 }
 
 double RankExchange::traffic_us(int32_t node) const {
@@ -121,9 +137,16 @@ void RankExchange::apply(int32_t rank, const Trade& trade) {
   if (trade.theirs >= 0) give(trade.theirs, trade.other, rank);
 }
 
+// Where the chunk is, or belongs, in a list ascending by weight.
+std::vector<int32_t>::iterator RankExchange::place_of(int32_t chunk,
+                                                      std::vector<int32_t>& chunks) const {
+  return std::lower_bound(chunks.begin(), chunks.end(), chunk,
+                          [&](int32_t x, int32_t y) { return is_lighter(x, y); });
+}
+
 void RankExchange::give(int32_t chunk, int32_t from, int32_t to) {
-  chunks_[from].erase(std::find(chunks_[from].begin(), chunks_[from].end(), chunk));
-  chunks_[to].push_back(chunk);
+  chunks_[from].erase(place_of(chunk, chunks_[from]));
+  chunks_[to].insert(place_of(chunk, chunks_[to]), chunk);
   loads_[from] -= problem_.weights[chunk];
   loads_[to] += problem_.weights[chunk];
   ranks_[chunk] = to;
@@ -151,10 +174,8 @@ std::vector<RankExchange::Single> RankExchange::singles(int32_t from, int32_t to
   std::vector<Single> list;
   for (int32_t chunk = 0; chunk < problem_.num_chunks(); ++chunk) {
     if (grouping_.node_of(chunk) != from) continue;
-    const int64_t before = grouping_.slow_rows(from) + grouping_.slow_rows(to);
-    grouping_.move(chunk, to);
-    list.push_back({grouping_.slow_rows(from) + grouping_.slow_rows(to) - before, chunk});
-    grouping_.move(chunk, from);
+    const Grouping::MoveCost cost = grouping_.cost_of_move(chunk, to);
+    list.push_back({cost.from + cost.to, chunk});
   }
   std::sort(list.begin(), list.end(), [](const Single& x, const Single& y) {
     return x.slow_rows != y.slow_rows ? x.slow_rows < y.slow_rows : x.chunk < y.chunk;

@@ -34,6 +34,11 @@ class RankExchange {
   Trade best_trade(int32_t rank);  // gain_us 0: none pays
   void consider(int32_t rank, int32_t other, int32_t mine, int32_t theirs, double before,
                 std::vector<Trade>& best) const;
+  bool is_lighter(int32_t x, int32_t y) const {
+    return problem_.weights[x] != problem_.weights[y] ? problem_.weights[x] < problem_.weights[y]
+                                                      : x < y;
+  }
+  std::vector<int32_t>::iterator place_of(int32_t chunk, std::vector<int32_t>& chunks) const;
   double traffic_us(int32_t node) const;  // that nothing hides
   void apply(int32_t rank, const Trade& trade);
   void give(int32_t chunk, int32_t from, int32_t to);
@@ -43,8 +48,9 @@ class RankExchange {
   const NodeProblem& problem_;
   Grouping& grouping_;
   std::vector<int32_t>& ranks_;               // [num_chunks]
-  std::vector<std::vector<int32_t>> chunks_;  // [num_ranks]
+  std::vector<std::vector<int32_t>> chunks_;  // [num_ranks] ascending by weight
   std::vector<Load> loads_;                   // [num_ranks]
+  std::vector<double> inverse_speed_;         // [num_ranks]
 };
 
 }  // namespace fm3::planner

@@ -22,6 +22,9 @@ from paddle_fm3.mask.column_mask import BLOCK_MASK_TILE, ColumnMask
 
 MAX_CHUNK_ROWS = 2048
 MIN_CHUNKS_PER_RANK = 4  # fewer leave the balance little to choose from
+# The balance deals blocks of a default chunk's rows, then swaps these parts of them to even ranks out. More parts are
+# more even and cost plan time, and messages: with several nodes halves suffice for 1 %.
+PARTS_ON_ONE_NODE, PARTS = 4, 2
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class PlanOptions:
     """What a caller may set; the defaults serve.
 
     Attributes:
-        chunk_rows: rows of a chunk; None takes `default_chunk_rows`.
+        chunk_rows: rows of every chunk; None lets the planner choose: blocks of `default_chunk_rows`, parts of which
+            are swapped between ranks until these are even. Neighbouring rows of one rank are one chunk then.
         capacities: most chunks of each rank; None gives all the same.
         speeds: relative speed of each rank: a slow device gets less work. None gives all 1.
         num_stages: gather stages; None lets the cost model choose.
@@ -93,10 +97,15 @@ def build_plan(
         partition = contiguous_partition(mask.s_q, num_ranks)
     elif strategy.layout == "dual_chunk":
         partition = dual_chunk_partition(mask.s_q, num_ranks)
-    begins = _chunk_begins(mask, num_ranks, options) if partition is None else partition.chunk_begins_global
-    scan = scan_mask(mask, np.asarray(begins, np.int32))
+    block = 1
+    if partition is None:
+        chunk_rows, block = _chunking(mask, topology, strategy, options)
+        begins = np.append(np.arange(0, mask.s_q, chunk_rows, np.int32), np.int32(mask.s_q))
+    else:
+        begins = np.asarray(partition.chunk_begins_global, np.int32)
+    scan = scan_mask(mask, begins)
     tiles = scan.chunk_tiles()
-    weights = scan.chunk_weights(cost)
+    weights = scan.chunk_weights(cost, tiles)
 
     if partition is None:
         if strategy.layout == "paper":
@@ -104,9 +113,15 @@ def build_plan(
         else:
             result = balance_by_node(
                 scan, weights, topology, cost,
-                capacities=options.capacities, speeds=options.speeds, effort=options.effort,
+                capacities=options.capacities, speeds=options.speeds, block=block, effort=options.effort,
             )  # fmt: skip
-        partition = Partition(tuple(begins), result.chunk_ranks, num_ranks)
+        ranks = np.asarray(result.chunk_ranks, np.int32)
+        if block > 1:
+            # Neighbours on one rank become one chunk.
+            firsts = np.flatnonzero(np.append(True, ranks[1:] != ranks[:-1]))
+            begins, ranks = np.append(begins[firsts], begins[-1]), ranks[firsts]
+            tiles, weights = np.add.reduceat(tiles, firsts), np.add.reduceat(weights, firsts)
+        partition = Partition(tuple(begins.tolist()), tuple(ranks.tolist()), num_ranks)
         lower_bound = result.lower_bound
     else:
         lower_bound = _lower_bound(weights, num_ranks, options.speeds)
@@ -160,11 +175,20 @@ def _lower_bound(weights: NDArray[np.int64], num_ranks: int, speeds: Sequence[fl
     return planner().lower_bound(weights, capacity, speed)
 
 
-def _chunk_begins(mask: ColumnMask, num_ranks: int, options: PlanOptions) -> list[int]:
-    rows = options.chunk_rows or default_chunk_rows(mask.s_q, num_ranks)
-    if mask.block_mask is not None and options.chunk_rows is None:
+def _chunking(mask: ColumnMask, topology: Topology, strategy: Strategy, options: PlanOptions) -> tuple[int, int]:
+    """Rows of a chunk, and how many chunks make the block that the balance starts from."""
+    if options.chunk_rows is not None:
+        return options.chunk_rows, 1
+    rows = default_chunk_rows(mask.s_q, topology.num_ranks)
+    if mask.block_mask is not None:
         rows = max(BLOCK_MASK_TILE, rows // BLOCK_MASK_TILE * BLOCK_MASK_TILE)
-    return [*range(0, mask.s_q, rows), mask.s_q]
+    if strategy.layout == "paper" or options.capacities is not None:
+        return rows, 1
+    parts = PARTS_ON_ONE_NODE if topology.num_nodes == 1 else PARTS
+    # Whole tiles of 128 rows: then what chunks cost adds up.
+    while parts > 1 and rows % (parts * BLOCK_MASK_TILE) != 0:
+        parts //= 2
+    return rows // parts, parts
 
 
 def _check(mask: ColumnMask, num_ranks: int, topology: Topology, options: PlanOptions) -> None:

@@ -60,14 +60,16 @@ def needs_of_mask(scan: MaskScan, partition: Partition, *, coalesce_rows: int = 
     (1 fills none). With a block_mask, whole tiles of 128 rows.
 
     Raises:
-        ValueError: coalesce_rows < 1, or the scan's chunks are not the partition's.
+        ValueError: coalesce_rows < 1, or a chunk of the partition is no union of the scan's chunks.
     """
     if coalesce_rows < 1:
         raise ValueError(f"needs_of_mask: coalesce_rows={coalesce_rows} must be >= 1")
-    if tuple(scan.chunk_begins_global.tolist()) != partition.chunk_begins_global:
+    begins = np.asarray(partition.chunk_begins_global, np.int32)
+    firsts = np.searchsorted(scan.chunk_begins_global, begins)
+    if partition.s != scan.mask.s_q or (scan.chunk_begins_global[firsts] != begins).any():
         raise ValueError("needs_of_mask: the scan was made for other chunks than the partition's")
     align_rows = 1 if scan.mask.block_mask is None else BLOCK_MASK_TILE
-    owners = np.asarray(partition.chunk_ranks, np.int32)
+    owners = np.repeat(np.asarray(partition.chunk_ranks, np.int32), np.diff(firsts))
     return RankNeeds(*scan.native.rank_needs(owners, partition.num_ranks, coalesce_rows, align_rows))
 
 

@@ -34,9 +34,12 @@ class MaskScan:
         at multiples of 128."""
         return self.native.chunk_tiles()
 
-    def chunk_weights(self, cost: CostModel) -> NDArray[np.int64]:
-        """Cost of each chunk, forward and backward together, in integer units. ``[num_chunks]``."""
-        tiles = self.chunk_tiles()
+    def chunk_weights(self, cost: CostModel, tiles: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """Cost of each chunk, forward and backward together, in integer units. ``[num_chunks]``.
+
+        tiles: `chunk_tiles()`, where they are known already.
+        """
+        tiles = self.chunk_tiles() if tiles is None else tiles
         partial_cost, full_cost = cost.weights(self.mask.h_mask)
         return (tiles[:, 0] - tiles[:, 1]) * partial_cost + tiles[:, 1] * full_cost
 
