@@ -63,6 +63,9 @@ def test_needs_match_dense() -> None:
         needs = route.needs_of_mask(scan, partition, coalesce_rows=1)
         for rank in range(num_ranks):
             assert np.array_equal(needs.rows_of(rank), needed_rows(mask, partition, rank)), (mask, partition, rank)
+        cuts = np.union1d(partition.chunk_begins_global, rng.integers(0, s + 1, 5)).astype(np.int32)
+        finer = route.needs_of_mask(scan_mask(mask, cuts), partition, coalesce_rows=1)
+        assert all(np.array_equal(finer.rows_of(rank), needs.rows_of(rank)) for rank in range(num_ranks))
         wide = route.needs_of_mask(scan, partition, coalesce_rows=20)
         for rank in range(num_ranks):
             exact, got = needs.rows_of(rank), wide.rows_of(rank)
