@@ -137,7 +137,7 @@ class Sm90Device:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = declare(library)
-        names = ("fwd", "bwd", *SIGNATURES)
+        names = ("fwd", "bwd", "build_schedule", *SIGNATURES)
         self._functions = {name: getattr(library, f"fm3_sm90_{name}") for name in names}
         self._workspaces: dict[tuple[str, int], tuple[int, int]] = {}  # (direction, stream) -> address, bytes
 
