@@ -151,7 +151,8 @@ def test_blocks_stay_together_and_swaps_even_ranks_out(num_chunks: int, num_rank
     effort = SearchEffort(target_gap=0.006, max_triples=0)
     slots = -(-num_chunks // (num_ranks * block)) * block
     for _ in range(20):
-        weights = np.repeat(rng.integers(1, 5000, num_chunks // 8 + 1), 8)[:num_chunks] + rng.integers(0, 500, num_chunks)
+        weights = np.repeat(rng.integers(1, 5000, num_chunks // 8 + 1), 8)[:num_chunks]
+        weights = weights + rng.integers(0, 500, num_chunks)
         capacities, speeds = [slots] * num_ranks, [1.0] * num_ranks
         result = balance_chunks(weights, num_ranks, capacities=capacities, block=block, effort=effort)
         ranks = np.array(result.chunk_ranks)

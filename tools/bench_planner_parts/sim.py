@@ -17,7 +17,7 @@ from reproduce_parts.samples import mask_of_sparsity
 
 from bench_planner_parts.samples import MASKS, sample_mask
 from paddle_fm3.distributed.cost import CostModel
-from paddle_fm3.distributed.planner import PlanOptions, build_plan
+from paddle_fm3.distributed.planner import build_plan
 from paddle_fm3.distributed.timing import PlanTimeline, simulate_time
 from paddle_fm3.distributed.topology import Topology
 from paddle_fm3.mask.column_mask import ColumnMask
@@ -32,7 +32,7 @@ COLUMNS = (
     "paper_attention_gain_pct",
     "refcheck",
 )
-RANKS_PER_NODE, CHUNK_ROWS = 8, 2048
+RANKS_PER_NODE = 8
 ATTENTION_SHARE = 0.30  # of the baseline's step; the paper's two columns of gains imply 0.24 to 0.35
 BASE = "dual_chunk_allgather"
 COST = CostModel(h_q=64, h_kv=8)
@@ -48,7 +48,7 @@ LINKS = (
 
 def simulate(mask: ColumnMask, cp: int, strategy: str, cost: CostModel = COST) -> tuple[PlanTimeline, bool]:
     topology = Topology.uniform(cp, RANKS_PER_NODE)
-    plan = build_plan(mask, cp, topology=topology, strategy=strategy, cost=cost, options=PlanOptions(CHUNK_ROWS))
+    plan = build_plan(mask, cp, topology=topology, strategy=strategy, cost=cost)
     timeline = simulate_time(plan, mask, cost)
     # Local masks are cut at other tile edges than the global one, so they visit at least its tiles.
     is_fine = timeline.total_us > 0 and plan.partition.s == mask.s_q

@@ -10,7 +10,7 @@ import numpy as np
 
 from bench_planner_parts.samples import MASKS, sample_mask
 from paddle_fm3.distributed.cost import CostModel
-from paddle_fm3.distributed.planner import PlanOptions, build_plan
+from paddle_fm3.distributed.planner import build_plan
 from paddle_fm3.distributed.strategy import STRATEGIES
 from paddle_fm3.distributed.topology import Topology
 from paddle_fm3.schedule import build_schedule
@@ -28,7 +28,7 @@ COLUMNS = (
     "refcheck",
 )
 DEGREES = (4, 8, 16, 32)
-ROWS_A_RANK, CHUNK_ROWS, RANKS_PER_NODE = 8192, 2048, 8
+ROWS_A_RANK, RANKS_PER_NODE = 8192, 8
 COST = CostModel(h_q=8, h_kv=1)  # table 5: query to key heads 8 : 1
 
 
@@ -42,10 +42,7 @@ def run(*, is_quick: bool) -> Iterator[dict[str, Any]]:
             masks = [sample_mask(kind, cp * ROWS_A_RANK, seed) for seed in range(num_samples)]
             num_tiles = [int(build_schedule(mask).num_visible_tiles.sum()) for mask in masks]
             for name in STRATEGIES:
-                plans = [
-                    build_plan(mask, cp, topology=topology, strategy=name, cost=COST, options=PlanOptions(CHUNK_ROWS))
-                    for mask in masks
-                ]
+                plans = [build_plan(mask, cp, topology=topology, strategy=name, cost=COST) for mask in masks]
                 slow = np.array([plan.slow_rows for plan in plans])
                 is_fine = all(
                     plan.chunk_tiles[:, 0].sum() == count for plan, count in zip(plans, num_tiles, strict=True)
