@@ -126,7 +126,7 @@ def main() -> None:
     arguments = FlashMask3TrainingArguments(
         output_dir=str(output_dir / "trainer"),
         use_flashmask3=True,
-        cp_timeout_s=30.0,
+        cp_timeout_s=60.0,
         context_parallel_degree=2 if num_ranks > 1 else -1,
         sharding="stage1" if is_sharded else "",
         sharding_parallel_degree=2 if is_sharded else -1,
@@ -149,7 +149,7 @@ def main() -> None:
         save("dense", one_step(arguments, build()))
         return
     for degree in (2, 4) if is_sharded else (1, 2, 4):
-        enable(FlashMask3Settings(cp_timeout_s=30.0, expert_parallel=degree))
+        enable(FlashMask3Settings(cp_timeout_s=60.0, expert_parallel=degree))
         save(f"{mode}{degree}", one_step(arguments, build()))
     if not is_sharded:
         check_initial_weights()

@@ -88,7 +88,7 @@ def main() -> None:
         cp_nodes="0,1",
         mask_window=8,
         mask_layers="window,full",
-        cp_timeout_s=30.0,
+        cp_timeout_s=60.0,
         context_parallel_degree=dist.get_world_size(),
         device="cpu",
         max_steps=4,
@@ -102,7 +102,7 @@ def main() -> None:
     )
     for name in ("qwen2_moe", "llama", "qwen2_moe_split"):
         if name == "qwen2_moe_split":
-            enable(FlashMask3Settings(cp_timeout_s=30.0, masks=arguments.layer_masks(), expert_parallel=2))
+            enable(FlashMask3Settings(cp_timeout_s=60.0, masks=arguments.layer_masks(), expert_parallel=2))
         arguments.output_dir = str(output_dir / name)
         logs = Logs()
         trainer = Trainer(

@@ -58,7 +58,7 @@ def test_a_shipped_config_trains_with_tiny_sizes(name: str, tmp_path: Path) -> N
     folder = tmp_path / "run"
     assert main(["config", str(config), "--write", str(folder)]) == 0
     (folder / "data.json").write_text(json.dumps(DOCUMENTS[name]))
-    result = launch(WORKER, [str(folder)], num_ranks, tmp_path, timeout_s=150)
+    result = launch(WORKER, [str(folder)], num_ranks, tmp_path, timeout_s=240)
     assert result.exit_code == 0, result.tail()
     ranks = [json.loads((folder / f"losses_rank{rank}.json").read_text()) for rank in range(num_ranks)]
     for first in range(0, num_ranks, 2):

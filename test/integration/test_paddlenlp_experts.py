@@ -20,7 +20,7 @@ GRADIENT_TOLERANCE = 2e-5
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output_dir = tmp_path_factory.mktemp("experts")
     for num_ranks, mode in ((1, "data"), (NUM_RANKS, "data"), (NUM_RANKS, "sharding")):
-        result = launch(WORKER, [str(output_dir), mode], num_ranks, output_dir, timeout_s=180)
+        result = launch(WORKER, [str(output_dir), mode], num_ranks, output_dir, timeout_s=300)
         assert result.exit_code == 0, f"{num_ranks} ranks, {mode}: exit code {result.exit_code}\n{result.tail()}"
     return output_dir
 

@@ -20,7 +20,7 @@ MODELS = ("qwen2_moe", "llama", "qwen2_moe_split")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output_dir = tmp_path_factory.mktemp("run")
     for mode in ("first", "resumed"):
-        result = launch(WORKER, [str(output_dir), mode], 2, output_dir, timeout_s=150)
+        result = launch(WORKER, [str(output_dir), mode], 2, output_dir, timeout_s=240)
         assert result.exit_code == 0, f"{mode} ended with {result.exit_code}\n{result.tail()}"
     return output_dir
 

@@ -20,7 +20,7 @@ GRADIENT_TOLERANCE = 2e-5
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output_dir = tmp_path_factory.mktemp("paddlenlp")
     for num_ranks in (1, 2):
-        result = launch(WORKER, [str(output_dir)], num_ranks, output_dir, timeout_s=150)
+        result = launch(WORKER, [str(output_dir)], num_ranks, output_dir, timeout_s=240)
         assert result.exit_code == 0, f"{num_ranks} ranks ended with {result.exit_code}\n{result.tail()}"
     return output_dir
 
