@@ -27,6 +27,8 @@ import paddle.distributed as dist
 from paddle.distributed import collective
 
 from paddle_fm3.distributed import groups, store_exchange
+from paddle_fm3.distributed.record_exchange import RecordExchange
+from paddle_fm3.distributed.transport import TransportError
 
 T = TypeVar("T")
 
@@ -70,6 +72,7 @@ class Communicator:
         self.is_gloo = groups.is_gloo(group)
         self._num_posted = 0
         self._failure: str | None = None
+        self.host_exchange: RecordExchange | None = None  # connections between the hosts of GPU ranks, once there
 
     def post_all_gather(self, x: paddle.Tensor, what: str) -> Pending[list[paddle.Tensor]]:
         """Every rank's ``x`` (equal shapes), by rank."""
@@ -128,6 +131,11 @@ class Communicator:
 
     def exchange(self, record: dict[str, Any], what: str) -> list[dict[str, Any]]:
         """Every rank's small JSON-able record, by rank."""
+        if self.host_exchange is not None:
+            try:
+                return self.host_exchange(record, what)
+            except TransportError as error:
+                raise CommError(f"context parallelism: {error}") from error
         encoded = json.dumps(record).encode()
         if not self.is_gloo:
             return [json.loads(text) for text in self._exchange_by_store(encoded, what)]

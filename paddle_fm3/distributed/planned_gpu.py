@@ -25,11 +25,13 @@ from paddle_fm3.distributed.device_nccl import NcclTransport
 from paddle_fm3.distributed.device_transport import DeviceTransport
 from paddle_fm3.distributed.device_work import DeviceWork
 from paddle_fm3.distributed.prepared import PreparedCache
+from paddle_fm3.distributed.record_exchange import RecordExchange
 from paddle_fm3.distributed.transport import TransportError, connect, machine_name
 
 Describe = Callable[[], agreement.Record]
 
 _attentions: dict[int | None, DeviceAttention] = {}  # by group id; None: a single rank
+_exchanges: dict[int, RecordExchange] = {}  # by group id
 _cache: PreparedCache[tuple[PreparedWork, Any]] = PreparedCache()
 
 
@@ -105,32 +107,36 @@ def _checked(record: agreement.Record, q: paddle.Tensor) -> agreement.Record:
 
 
 def _attention_of(communicator: Communicator | None, timeout_s: float) -> DeviceAttention:
-    group_id = None if communicator is None else communicator.group.id
+    if communicator is None:
+        if None not in _attentions:
+            _attentions[None] = DeviceAttention(PaddleDevice(), None, timeout_s=timeout_s)
+        return _attentions[None]
+    group_id = communicator.group.id
     if group_id not in _attentions:
-        transport = None
-        if communicator is not None:
-            transport = _make_transport(communicator)
-            planned.count_bytes_of(communicator.group, transport)
+        transport = _connect(communicator)
+        planned.count_bytes_of(communicator.group, transport)
         _attentions[group_id] = DeviceAttention(PaddleDevice(), transport, timeout_s=timeout_s)
+    communicator.host_exchange = _exchanges[group_id]
     return _attentions[group_id]
 
 
-def _make_transport(communicator: Communicator) -> DeviceTransport:
-    def exchange(record: agreement.Record) -> list[agreement.Record]:
-        return communicator.exchange(record, "set-up of the transport between GPUs")
-
-    records = exchange({"machine": machine_name(), "wish": env.gpu_transport()})
-    wishes = sorted({record["wish"] for record in records})
-    if len(wishes) > 1:
-        raise CommError(f"context parallelism: FM3_GPU_TRANSPORT differs between ranks: {', '.join(wishes)}")
-    kind = wishes[0]
-    if kind == "auto":
-        kind = "ipc" if len({record["machine"] for record in records}) == 1 else "nccl"
+def _connect(communicator: Communicator) -> DeviceTransport:
+    """Connects the hosts of the ranks, then their GPUs. Collective."""
     rank, num_ranks, timeout_s = communicator.rank, communicator.num_ranks, communicator.timeout_s
+    what = "set-up of the transport between GPUs"
     try:
+        control = connect(rank, num_ranks, lambda record: communicator.exchange(record, what), timeout_s)
+        exchange = _exchanges[communicator.group.id] = RecordExchange(control, timeout_s)
+        records = exchange({"machine": machine_name(), "wish": env.gpu_transport()}, what)
+        wishes = sorted({record["wish"] for record in records})
+        if len(wishes) > 1:
+            raise TransportError(f"FM3_GPU_TRANSPORT differs between ranks: {', '.join(wishes)}")
+        kind = wishes[0]
+        if kind == "auto":
+            kind = "ipc" if len({record["machine"] for record in records}) == 1 else "nccl"
         if kind == "ipc":  # memory that is shared must be CUDA's own
-            return IpcTransport(Sm90Device(_native.sm90_library()), rank, num_ranks, exchange, timeout_s)
-        control = connect(rank, num_ranks, exchange, timeout_s)
+            device = Sm90Device(_native.sm90_library())
+            return IpcTransport(device, rank, num_ranks, lambda record: exchange(record, what), timeout_s)
         return NcclTransport(communicator.group, PaddleDevice(), control, timeout_s)
     except TransportError as error:
         raise CommError(f"context parallelism: {error}") from error
@@ -148,7 +154,7 @@ class _PlannedAttention(PyLayer):
         lse = paddle.empty([b, h_q, s_local], "float32")  # [b, h_q, s_local]
         tensors = [_device_tensor(x) for x in (q, k, v, out)]
         stream = _paddle.current_stream()
-        _guarded(attention, attention.forward, prepared, heads, *tensors, lse.data_ptr(), scale, stream)
+        _guarded(attention, attention.forward, prepared, heads, *tensors, _address(lse), scale, stream)
         ctx.attention, ctx.prepared, ctx.heads, ctx.scale, ctx.deterministic = (
             attention, prepared, heads, scale, deterministic,
         )  # fmt: skip
@@ -169,8 +175,8 @@ class _PlannedAttention(PyLayer):
         grads = [paddle.empty(x.shape, x.dtype) for x in (q, k, v)]
         _guarded(
             ctx.attention, ctx.attention.backward, ctx.prepared, ctx.heads,
-            *(_device_tensor(x) for x in (q, k, v, out)), lse.data_ptr(), _device_tensor(dout),
-            None if dlse is None else dlse.data_ptr(), *(_device_tensor(x) for x in grads), ctx.scale,
+            *(_device_tensor(x) for x in (q, k, v, out)), _address(lse), _device_tensor(dout),
+            None if dlse is None else _address(dlse), *(_device_tensor(x) for x in grads), ctx.scale,
             _paddle.current_stream(), ctx.deterministic,
         )  # fmt: skip
         return tuple(grad if is_wanted else None for grad, is_wanted in zip(grads, ctx.is_wanted, strict=True))
@@ -191,4 +197,8 @@ def _guarded(attention: DeviceAttention, action: Callable[..., None], *arguments
 
 def _device_tensor(x: paddle.Tensor) -> DeviceTensor:
     b, s, h, d = x.shape
-    return DeviceTensor(int(x.data_ptr()), b, s, h, d, tuple(x.strides[:3]))
+    return DeviceTensor(_address(x), b, s, h, d, tuple(x.strides[:3]))
+
+
+def _address(x: paddle.Tensor) -> int:
+    return int(x.data_ptr() or 0)  # Paddle 2.6 has None for a tensor without elements

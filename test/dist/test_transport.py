@@ -7,11 +7,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from paddle_fm3.distributed import transport as module
+from paddle_fm3.distributed.record_exchange import RecordExchange
 from paddle_fm3.distributed.transport import TcpTransport, TransportError, connect
 
 BIG = 3_000_001  # bytes: more than the sockets' buffers hold
@@ -177,3 +179,39 @@ def test_a_rank_that_does_not_call_is_named() -> None:
 
     said = Ranks(3, mislead).run(timeout_s=1.0)
     assert "rank 2 has no connection to rank 1 within 1 s" in said[2]
+
+
+def exchanges(timeout_s: float, num_ranks: int = 3) -> list[RecordExchange]:
+    """RecordExchange of each rank over real connections."""
+    transports: list[TcpTransport] = []
+    ends = {(a, b): socket.socketpair() for a in range(num_ranks) for b in range(a)}
+    for rank in range(num_ranks):
+        peers = [peer for peer in range(num_ranks) if peer != rank]
+        connections = {peer: ends[max(rank, peer), min(rank, peer)][int(rank < peer)] for peer in peers}
+        transports.append(TcpTransport(rank, connections))
+    return [RecordExchange(transport, timeout_s) for transport in transports]
+
+
+def test_records_reach_every_rank_in_order() -> None:
+    ranks = exchanges(10.0)
+    with ThreadPoolExecutor(3) as pool:
+        for turn in range(20):
+            calls = [pool.submit(exchange, {"rank": r, "turn": turn}, "test") for r, exchange in enumerate(ranks)]
+            assert [c.result() for c in calls] == [[{"rank": r, "turn": turn} for r in range(3)]] * 3
+
+
+def test_a_rank_missing_from_an_exchange_is_named_on_every_rank() -> None:
+    ranks = exchanges(0.5)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(exchange, {}, "masks") for exchange in ranks[:2]]
+        messages = set()
+        for call in calls:
+            with pytest.raises(TransportError) as met:
+                call.result()
+            messages.add(str(met.value))
+    assert len(messages) <= 2 and all("gave up on 'masks'" in m and "missing: rank 2" in m for m in messages), messages
+
+
+def test_a_long_record_is_refused() -> None:
+    with pytest.raises(ValueError, match="takes 9\\d+ bytes; at most 8192"):
+        exchanges(1.0)[0]({"text": "x" * 9000}, "masks")

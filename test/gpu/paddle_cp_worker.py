@@ -5,6 +5,7 @@ Usage: paddle_cp_worker.py MODE [RESULT_FILE]
     MODE check    every strategy and mask kind, bytes against the plan, repeats, a long sequence against one GPU
          speed    milliseconds of a forward and backward of each move of rows, beside one GPU's for the same rows' work
          killed   the last rank ends in the middle of a step
+         killed_new_mask   likewise, while the others wait to compare masks
          stalled  the last rank stops taking part
 Inputs are made on the host, as test_paddle_op_gpu.py says why.
 """
@@ -92,15 +93,18 @@ def moved_bytes(group: object) -> np.ndarray:
     return np.array(transport_bytes(group))
 
 
-def run_case(case: PlanCase, plan: CpPlan, group: object) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """This rank's outputs, and the whole inputs in the case's dtype."""
+def run_case(
+    case: PlanCase, plan: CpPlan, group: object, bounds: paddle.Tensor | None = None
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """This rank's outputs, and the whole inputs in the case's dtype. With bounds the mask is one seen before."""
     call, rows = case.call, plan.partition.rows_of(group.rank)
     dtype = NUMPY_DTYPES[call.dtype]
     whole = {name: x if name == "dlse" else x.astype(dtype) for name, x in call.tensors().items()}
     q, k, v = (to_tensor(whole[name][:, rows], needs_grad=True) for name in "qkv")
     dout, dlse = to_tensor(whole["dout"][:, rows]), to_tensor(whole["dlse"][:, :, rows])
-    bounds, block_mask = call.bounds(), call.block_mask()
-    bounds = None if bounds is None else to_tensor(bounds)
+    block_mask = call.block_mask()
+    if bounds is None and call.bounds() is not None:
+        bounds = to_tensor(call.bounds())
     poison()
     out, lse = flashmask_cp_attention(
         q, k, v, bounds, causal=call.causal, group=group, plan=plan, return_softmax_lse=True, timeout_s=TIMEOUT_S,
@@ -226,13 +230,14 @@ def speed(group: object) -> None:
 def fail_in_the_middle(group: object, mode: str) -> None:
     case = gpu_case(CASES[0])
     plan = case.plan(group.nranks)
-    run_case(case, plan, group)
+    bounds = to_tensor(case.call.bounds())
+    run_case(case, plan, group, bounds)
     print("first step done", time.time(), flush=True)
     if group.rank == group.nranks - 1:
-        if mode == "killed":
+        if mode.startswith("killed"):
             os._exit(9)
         time.sleep(120)
-    run_case(case, plan, group)
+    run_case(case, plan, group, None if mode == "killed_new_mask" else bounds)
     print("second step done", flush=True)  # must not be reached
 
 

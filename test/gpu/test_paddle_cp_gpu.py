@@ -71,7 +71,7 @@ def test_every_strategy_and_mask_kind(transport: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("mode", ["killed", "stalled"])
+@pytest.mark.parametrize("mode", ["killed", "killed_new_mask", "stalled"])
 def test_a_lost_rank_ends_the_others_with_one_message(mode: str, transport: str, tmp_path: Path) -> None:
     exit_code, logs, _ = launch(mode, transport, tmp_path)
     assert exit_code not in (0, -9), tails(logs)
