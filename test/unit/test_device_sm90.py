@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sm90Device passes what the C ABI takes: every method, against a library of stubs with the ABI's own types."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_fm3 import _c_api, _device_api
+from paddle_fm3._c_api import BwdParams, FwdParams, MaskView
+from paddle_fm3._device_api import MergeParams, PackParams, SumPartsParams, SumRowsParams
+from paddle_fm3.distributed.device import Device, DeviceError, Sm90Device
+
+
+class StubLibrary:
+    """Functions that convert their arguments as ctypes does, note the call, and return `status`."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.status = 0
+        self._functions: dict[str, Any] = {}
+        self.declared: dict[str, Any] = {}
+        _c_api.declare(self, "sm90")  # type: ignore[arg-type]
+        _device_api.declare(self)  # type: ignore[arg-type]
+        for name, slot in self.declared.items():
+            self._functions[name] = self._stub(name, slot.restype, slot.argtypes)
+
+    def _stub(self, name: str, restype: Any, argtypes: list[Any]) -> Any:
+        def called(*arguments: Any) -> int:
+            self.calls.append(name.removeprefix("fm3_sm90_"))
+            if name.endswith(("malloc", "create", "open", "host_register")):
+                arguments[-1][0] = 4096
+            if name.endswith("is_done"):
+                arguments[-1][0] = 1
+            return 128 if name.endswith("bytes") else self.status
+
+        if name.endswith("last_error"):
+            return lambda: b"fm3_sm90: no"
+        kinds = [a if a is not ctypes.POINTER(ctypes.c_void_p) else ctypes.POINTER(ctypes.c_size_t) for a in argtypes]
+        function = ctypes.CFUNCTYPE(restype, *kinds)(called)
+        return lambda *given: function(*(_as(kind, x) for kind, x in zip(kinds, given, strict=True)))
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("fm3_sm90_"):
+            raise AttributeError(name)
+        if name in self._functions:
+            return self._functions[name]
+        return self.declared.setdefault(name, SimpleNamespace())
+
+
+def _as(kind: Any, x: Any) -> Any:
+    return ctypes.cast(x, kind) if kind is ctypes.POINTER(ctypes.c_size_t) else x
+
+
+@pytest.fixture
+def library() -> StubLibrary:
+    return StubLibrary()
+
+
+def test_every_method_reaches_its_function(library: StubLibrary) -> None:
+    device: Device = Sm90Device(library)  # type: ignore[arg-type]
+    assert device.malloc(10) == 4096
+    assert device.upload(np.arange(5, dtype=np.int32)) == 4096
+    assert device.upload(np.empty(0, np.int32)) == 4096
+    assert device.host_register(4096, 100) == 4096
+    device.host_unregister(4096)
+    assert device.ipc_open(device.ipc_export(4096)) == 4096
+    device.ipc_close(4096)
+    stream, event = device.stream_create(), device.event_create()
+    assert device.stream_is_done(stream)
+    device.event_record(event, stream)
+    device.event_wait(event, stream)
+    device.copy(device.copies([(4096, 8192, 16), (4112, 8208, 16)]), stream)
+    device.write_word(stream, 4096, (1 << 32) + 5)
+    device.wait_word(stream, 4096, 7)
+    assert device.schedule(MaskView(), None) == device.schedule(MaskView(), 100) == 4096
+    device.forward(FwdParams(), stream)
+    device.backward(BwdParams(), stream)
+    device.sum_parts(SumPartsParams(), stream)
+    device.sum_rows(SumRowsParams(), stream)
+    device.merge(MergeParams(), stream)
+    device.pack(PackParams(), stream)
+    device.free(4096)
+    timed = Sm90Device(library)  # type: ignore[arg-type]
+    timed.event_elapsed_ms(timed.event_create(has_time=True), timed.event_create(has_time=True))
+    unused = {name.removeprefix("fm3_sm90_") for name in library.declared} - set(library.calls)
+    assert unused <= {"last_error", "event_destroy"}
+
+
+def test_a_status_becomes_the_library_s_message(library: StubLibrary) -> None:
+    device = Sm90Device(library)  # type: ignore[arg-type]
+    library.status = 3
+    for call in (lambda: device.malloc(1), lambda: device.pack(PackParams(), 1), lambda: device.free(1)):
+        with pytest.raises(DeviceError, match="fm3_sm90: no"):
+            call()
+
+
+def test_workspaces_grow_and_are_kept_by_stream(library: StubLibrary) -> None:
+    device = Sm90Device(library)  # type: ignore[arg-type]
+    params = FwdParams()
+    for stream in (1, 1, 2):
+        device.forward(params, stream)
+    assert library.calls.count("malloc") == 2 and (params.workspace, params.workspace_bytes) == (4096, 128)
