@@ -4,7 +4,8 @@
 Usage: paddlenlp_run_worker.py OUTPUT_DIR first|resumed
 `first` trains 4 steps and saves after 2; `resumed` starts from that checkpoint in a new process, from other weights.
 The model "qwen2_moe_split" has its experts split over the two ranks.
-Both write what the Trainer logged to OUTPUT_DIR/<mode>-<model>_rank<R>.json.
+Both write what the Trainer logged to OUTPUT_DIR/<mode>-<model>_rank<R>.json, and the paths that this rank wrote in
+checkpoints to OUTPUT_DIR/paths-<model>_rank<R>.json.
 """
 
 from __future__ import annotations
@@ -112,8 +113,17 @@ def main() -> None:
             data_collator=PackedCollator(S, masks=arguments.layer_masks()),
             callbacks=[logs],
         )
+        paths: list[str] = []
+        write = trainer._save_ckpt_func
+
+        def recorded(state: Any, path: str, *rest: Any, write=write, paths=paths) -> None:  # noqa: ANN001
+            paths.append(str(path))
+            write(state, path, *rest)
+
+        trainer._save_ckpt_func = recorded
         trainer.train(resume_from_checkpoint=None if mode == "first" else f"{arguments.output_dir}/checkpoint-2")
         (output_dir / f"{mode}-{name}_rank{dist.get_rank()}.json").write_text(json.dumps(logs.lines))
+        (output_dir / f"paths-{name}_rank{dist.get_rank()}.json").write_text(json.dumps(paths))
         assert not planning_threads(), planning_threads()
     if mode == "first":
         check_failed_plan(arguments)

@@ -68,6 +68,7 @@ PLACES = [
     (Trainer, "_wrap_model"),
     (Trainer, "_inner_training_loop"),
     (Trainer, "log"),
+    (Trainer, "_save_checkpoint"),
     (Trainer, "save_model"),
     (Trainer, "_load_from_checkpoint"),
     (Trainer, "_load_optimizer_and_scheduler"),

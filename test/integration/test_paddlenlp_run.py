@@ -55,6 +55,12 @@ def test_what_context_parallelism_cost_is_logged_with_the_loss(saved: Path, mode
     assert sent == pytest.approx(received, rel=1e-3)
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_no_file_of_a_checkpoint_is_written_by_two_ranks(saved: Path, model: str) -> None:
+    one, other = (json.loads((saved / f"paths-{model}_rank{rank}.json").read_text()) for rank in range(2))
+    assert any("optimizer" in path for path in one) and not set(one) & set(other)
+
+
 def test_a_checkpoint_of_split_experts_holds_all_of_them(saved: Path) -> None:
     from paddle_fm3.integration.paddlenlp.expert_checkpoint import read_experts
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of models with split experts.
+"""Checkpoints under context parallelism, and of models with split experts.
 
-The Trainer writes what its first rank holds. Beside that, every rank that is not a copy of another writes its experts
-and their optimizer states to ``experts_<place>_of_<ranks>.pdparams``, under the model's names for them, so that they
-can be read back by any number of ranks.
+Upstream lets every rank of a context-parallel group write the optimizer's states to one and the same path at the same
+time; here the first does. The Trainer writes what its first rank holds. Beside that, every rank that is not a copy of
+another writes its experts and their optimizer states to ``experts_<place>_of_<ranks>.pdparams``, under the model's
+names for them, so that they can be read back by any number of ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import paddle
 from paddlenlp.trainer.trainer import Trainer
 
+from paddle_fm3.distributed import groups
 from paddle_fm3.integration.paddlenlp.expert_training import is_split
 from paddle_fm3.integration.paddlenlp.experts import expert_groups
 from paddle_fm3.integration.paddlenlp.settings import FlashMask3Settings, RunState
@@ -27,6 +29,7 @@ MASTER_WEIGHTS = "master_weights"
 def replacements(settings: FlashMask3Settings, state: RunState) -> list[tuple[Any, str, Callable[[Any], Any]]]:
     """What `enable` replaces for checkpoints: owner, attribute, original -> replacement."""
     return [
+        (Trainer, "_save_checkpoint", _by_one_rank_a_sequence),
         (Trainer, "save_model", lambda original: _saving_experts(original, settings)),
         (Trainer, "_load_from_checkpoint", _loading_experts),
         (Trainer, "_load_optimizer_and_scheduler", _loading_expert_states),
@@ -60,6 +63,21 @@ def _files(folder: Path) -> list[Path]:
 def _contents(files: list[Path]) -> Iterator[dict[str, Any]]:
     for path in files:
         yield paddle.load(str(path))
+
+
+def _by_one_rank_a_sequence(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def _save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
+        if groups.group_rank(groups.resolve_group()) == 0:
+            original(self, *args, **kwargs)
+            return
+        write, self._save_ckpt_func = self._save_ckpt_func, lambda *args, **kwargs: None
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            self._save_ckpt_func = write
+
+    return _save_checkpoint
 
 
 def _saving_experts(original: Callable, settings: FlashMask3Settings) -> Callable:

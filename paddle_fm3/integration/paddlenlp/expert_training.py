@@ -8,6 +8,7 @@ are left out of all that here, and get what they need of it.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.hybrid_parallel_optimizer import HybridParallelClipGrad
 from paddlenlp.trainer import TrainerCallback
 from paddlenlp.trainer.trainer import Trainer
+from paddlenlp.utils.log import logger
 
 from paddle_fm3.distributed.comm import communicator_for
 from paddle_fm3.integration.paddlenlp.experts import ExpertGroups, expert_groups
@@ -86,12 +88,19 @@ def _with_synced_experts(original: Callable, settings: FlashMask3Settings) -> Ca
             )
         sync = ExpertGradients(self.model, found, args.dataset_world_size, settings.cp_timeout_s)
         self.callback_handler.callbacks.insert(0, sync)  # before any that looks at gradients
+        logger.logger.addFilter(_is_news)
         try:
             return original(self, args, *rest, **kwargs)
         finally:
+            logger.logger.removeFilter(_is_news)
             self.callback_handler.callbacks.remove(sync)
 
     return _inner_training_loop
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not the warning, at every step, that there are parameters which upstream does not synchronise."""
+    return "found `no sync` param" not in record.getMessage()
 
 
 def _norm_of_all_experts(original: Callable, settings: FlashMask3Settings) -> Callable:
