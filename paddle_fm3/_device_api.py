@@ -78,6 +78,7 @@ SIGNATURES: dict[str, list[type]] = {
     "pack": [ctypes.POINTER(PackParams), _POINTER],
     "merge": [ctypes.POINTER(MergeParams), _POINTER],
     "order_local_first": [ctypes.POINTER(MaskView), _POINTER, _INT32, _POINTER],
+    "reserve_sms": [_INT32],
     "malloc": [_INT64, _OUT],
     "free": [_POINTER],
     "host_register": [_POINTER, _INT64, _OUT],

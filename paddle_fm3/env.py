@@ -5,6 +5,8 @@ FM3_LIB_DIR            folder of the compiled libraries, instead of the package'
 FM3_NUM_THREADS        threads of the CPU kernels; unset or 0 means every core the process may use
 FM3_TRANSPORT_ADDRESS  address of this machine at which CPU ranks exchange rows; unset: loopback
 FM3_GPU_TRANSPORT      how planned rows travel between GPU ranks: ipc, nccl, or auto (ipc inside one machine)
+
+Also read: NCCL_MAX_CTAS, NCCL's own limit of multiprocessors, which attention leaves to it while rows travel.
 """
 
 from __future__ import annotations
@@ -38,6 +40,18 @@ def num_threads() -> int:
 def transport_address() -> str:
     """Address that CPU ranks of planned context parallelism listen at."""
     return os.environ.get("FM3_TRANSPORT_ADDRESS", "").strip() or "127.0.0.1"
+
+
+def nccl_max_ctas() -> int:
+    """Multiprocessors that NCCL may use, by its own variable; 0 if it is not set.
+
+    Raises:
+        ValueError: NCCL_MAX_CTAS is not a whole number.
+    """
+    text = os.environ.get("NCCL_MAX_CTAS", "").strip() or "0"
+    if not text.isdecimal():
+        raise ValueError(f"NCCL_MAX_CTAS={text!r}: expected a whole number")
+    return int(text)
 
 
 def gpu_transport() -> str:

@@ -3,7 +3,17 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
+#include "fm3/device_api.h"
+#include "ops/dispatch/sm90_error.h"
+
 namespace fm3::sm90 {
+namespace {
+
+thread_local int32_t reserved_sms = 0;
+
+}  // namespace
 
 std::string check_device(int32_t* num_sms) {
   int device = 0, major = 0, minor = 0, sms = 0;
@@ -23,8 +33,19 @@ std::string check_device(int32_t* num_sms) {
     return "device " + std::to_string(device) + " has compute capability " + std::to_string(major) +
            "." + std::to_string(minor) + "; these kernels are for 9.0 (H100, H200)";
   }
-  *num_sms = sms;
+  *num_sms = std::max(2, (sms - reserved_sms) & ~1);  // even: the forward runs pairs of blocks
   return "";
 }
 
+int32_t reserve_sms(int32_t count) {
+  if (count < 0) {
+    return fail(Status::kInvalidArgument, "fm3_sm90_reserve_sms",
+                "count=" + std::to_string(count) + "; at least 0");
+  }
+  reserved_sms = count;
+  return static_cast<int32_t>(Status::kOk);
+}
+
 }  // namespace fm3::sm90
+
+int32_t fm3_sm90_reserve_sms(int32_t count) { return fm3::sm90::reserve_sms(count); }

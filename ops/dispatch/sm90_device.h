@@ -7,7 +7,8 @@
 
 namespace fm3::sm90 {
 
-// Empty if the current device can run the kernels (`num_sms` is then its multiprocessors), else why not.
+// Empty if the current device can run the kernels (`num_sms` is then how many multiprocessors they may
+// fill), else why not.
 std::string check_device(int32_t* num_sms);
 
 }  // namespace fm3::sm90

@@ -92,6 +92,10 @@ class Device(Protocol):
         ...
 
     def host_unregister(self, address: int) -> None: ...
+    def reserve_sms(self, count: int) -> None:
+        """Attention launched by this thread leaves so many multiprocessors free, from now on."""
+        ...
+
     def ipc_export(self, address: int) -> bytes: ...
     def ipc_open(self, handle: bytes) -> int: ...
     def ipc_close(self, address: int) -> None: ...
@@ -174,6 +178,9 @@ class Sm90Device:
 
     def host_unregister(self, address: int) -> None:
         self._call("host_unregister", address)
+
+    def reserve_sms(self, count: int) -> None:
+        self._call("reserve_sms", count)
 
     def ipc_export(self, address: int) -> bytes:
         handle = ctypes.create_string_buffer(IPC_HANDLE_BYTES)

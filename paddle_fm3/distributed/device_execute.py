@@ -14,7 +14,8 @@ The key buffer is double: the next phase fills one while peers may still read th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -163,7 +164,8 @@ class DeviceAttention:
             self._wait_stages(work, tickets, work.fwd_calls[0], stream)
             self._forward_call(bound.whole[slot], q, out, lse, scale, stream)
         else:
-            self._forward_steps(bound, slot, q, out, lse, scale, stream, tickets)
+            with self._leaving_room(work):
+                self._forward_steps(bound, slot, q, out, lse, scale, stream, tickets)
 
     def _ready_rows(self, work: DeviceWork, slot: int) -> ReadyRows | None:
         """Where the attention kernel sees which rows are in, if it is to wait for them itself."""
@@ -247,7 +249,8 @@ class DeviceAttention:
                     params.dq = dq_parts[num_called]
                 params.lse, params.dlse, params.softmax_scale = lse, dlse, scale
                 params.is_deterministic = int(is_deterministic)
-                self.device.backward(params, on)
+                with self._leaving_room(work):
+                    self.device.backward(params, on)
                 self._fork(on, [side])
                 num_called += 1
             while next_batch < len(work.reduce) and work.reduce_after[next_batch] == call_idx:
@@ -265,6 +268,18 @@ class DeviceAttention:
             for sums, grad in zip(bound.own_sums, (dk, dv), strict=True):
                 sums.out = grad.address
                 self.device.sum_rows(sums, stream)
+
+    @contextmanager
+    def _leaving_room(self, work: DeviceWork) -> Iterator[None]:
+        """Attention launched inside leaves the transport's kernels room to run beside it."""
+        count = 0 if self.transport is None or not work.is_overlapped else self.transport.num_sms
+        if count:
+            self.device.reserve_sms(count)
+        try:
+            yield
+        finally:
+            if count:
+                self.device.reserve_sms(0)
 
     def _post_reduce(self, bound: BoundWork, at: int, side: int) -> None:
         assert self.transport is not None

@@ -5,7 +5,10 @@ The group's calls are made "on the calculation stream" while a guard makes our s
 and what follows a batch is said by events alone: nothing waits for the device. All batches share the stream and leave
 in the order of their posts, which is the same on every rank.
 
-NCCL's kernels cannot be called back. A watchdog thread therefore reads from host memory how many batches are done (the
+NCCL's kernels need multiprocessors, and attention takes all of them: with NCCL_MAX_CTAS set, attention leaves as many
+while rows travel; without it, rows travel between the attention kernels rather than beside them.
+
+They cannot be called back either. A watchdog thread therefore reads from host memory how many batches are done (the
 stream writes it there) and listens to the host connections of the group. When a rank is lost, or nothing has come for
 the timeout, it says so on every rank; a process that is still held by a transfer some seconds later is ended, because
 nothing else would end it.
@@ -23,7 +26,7 @@ from collections import deque
 import numpy as np
 import paddle
 
-from paddle_fm3 import _paddle
+from paddle_fm3 import _paddle, env
 from paddle_fm3.distributed.device import Device
 from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Piece, Ticket
 from paddle_fm3.distributed.transport import TcpTransport, TransportError
@@ -50,6 +53,7 @@ class NcclTransport(DeviceTransport):
         self, group: paddle.distributed.collective.Group, device: Device, control: TcpTransport, timeout_s: float
     ) -> None:
         super().__init__(group.rank, group.nranks)
+        self.num_sms = env.nccl_max_ctas()
         self._process_group = group.process_group
         self._device = device
         self._control = control

@@ -57,11 +57,13 @@ class DeviceTransport:
 
     Attributes:
         raises_words: `post` can write a device word once a batch is in.
+        num_sms: multiprocessors that its own kernels need, which attention running beside them must leave.
         status_word: device address of a word that a kernel sets when it gives up waiting; None without.
         sent_bytes, received_bytes: payload by peer, counted when posted.
     """
 
     raises_words = False
+    num_sms = 0
     status_word: int | None = None
 
     def __init__(self, rank: int, num_ranks: int) -> None:

@@ -19,7 +19,8 @@ from paddle_fm3 import _native, _paddle, env
 from paddle_fm3.distributed import agreement, planned
 from paddle_fm3.distributed.comm import CommError, Communicator, communicator_for
 from paddle_fm3.distributed.device import DTYPES, DeviceTensor, Sm90Device
-from paddle_fm3.distributed.device_execute import DeviceAttention, Heads, PreparedWork
+from paddle_fm3.distributed.device_bind import Heads, PreparedWork
+from paddle_fm3.distributed.device_execute import DeviceAttention
 from paddle_fm3.distributed.device_ipc import IpcTransport
 from paddle_fm3.distributed.device_nccl import NcclTransport
 from paddle_fm3.distributed.device_transport import DeviceTransport

@@ -149,6 +149,7 @@ class FakeDevice:
     def __init__(self, world: FakeWorld) -> None:
         self.world = world
         self.num_copied_bytes = 0
+        self.num_reserved_sms = 0
 
     # --- memory ----------------------------------------------------------------------------------
 
@@ -168,6 +169,9 @@ class FakeDevice:
 
     def host_unregister(self, address: int) -> None:
         pass
+
+    def reserve_sms(self, count: int) -> None:
+        self.num_reserved_sms = count
 
     def ipc_export(self, address: int) -> bytes:
         return address.to_bytes(64, "little")

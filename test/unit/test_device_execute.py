@@ -17,6 +17,7 @@ from paddle_fm3.distributed.topology import Topology
 from paddle_fm3.mask import builders
 from paddle_fm3.mask.column_mask import ColumnMask
 from paddle_fm3.testing import reference
+from paddle_fm3.testing.fake_device import FakeDevice
 
 
 def make_inputs(rng: np.random.Generator, b: int, s: int, h_q: int, h_kv: int, d_qk: int, d_v: int) -> dict:
@@ -184,3 +185,35 @@ def test_wrong_tensors_and_options_are_refused() -> None:
         DeviceAttention(rank.device, None, forward_mode="fast")
     with pytest.raises(ValueError, match="num_step_streams=3"):
         DeviceAttention(rank.device, None, num_step_streams=3)
+
+
+@pytest.mark.parametrize(("strategy", "wanted"), [("fm3_no_pruning", 8), ("fm3_no_overlap", 0)])
+def test_attention_leaves_a_transport_s_kernels_room(
+    strategy: str, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rows travel beside it, and only for these launches."""
+    reserved: list[int] = []
+    for name in ("forward", "backward"):
+        original = getattr(FakeDevice, name)
+
+        def noting(device: FakeDevice, *arguments: object, original: object = original) -> None:
+            reserved.append(device.num_reserved_sms)
+            original(device, *arguments)  # type: ignore[operator]
+
+        monkeypatch.setattr(FakeDevice, name, noting)
+    rng = np.random.default_rng(8)
+    mask = builders.causal(192)
+    plan = build_plan(mask, 2, strategy=strategy, options=PlanOptions(chunk_rows=16, num_stages=2))
+    group = Group(2, 4, forward_mode="steps", timeout_s=20.0)
+    try:
+        for rank in group.ranks:
+            assert rank.transport is not None
+            rank.transport.num_sms = 8
+        inputs = make_inputs(rng, 1, 192, 2, 1, 8, 8)
+        collect = group.step(plan, mask, inputs, 8**-0.5)
+        group.world.run()
+        check(collect(), inputs, mask)
+        assert len(reserved) >= 4 and set(reserved) == {wanted}
+        assert all(rank.device.num_reserved_sms == 0 for rank in group.ranks)
+    finally:
+        group.close()

@@ -74,6 +74,7 @@ def test_every_method_reaches_its_function(library: StubLibrary) -> None:
     assert device.stream_is_done(stream)
     device.event_record(event, stream)
     device.event_wait(event, stream)
+    device.reserve_sms(8)
     device.copy(device.copies([(4096, 8192, 16), (4112, 8208, 16)]), stream)
     device.write_word(stream, 4096, (1 << 32) + 5)
     device.wait_word(stream, 4096, 7)

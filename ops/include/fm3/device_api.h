@@ -19,6 +19,11 @@ FM3_EXPORT int32_t fm3_sm90_merge(const fm3::MergeParams* params, void* stream);
 FM3_EXPORT int32_t fm3_sm90_order_local_first(const fm3::MaskView* mask, void* schedule,
                                               int32_t k_end, void* stream);
 
+// --- Room ----------------------------------------------------------------------------------------
+// Attention kernels fill the GPU and stay until they are done; a transfer that needs multiprocessors of
+// its own would wait for them. Launches of the calling thread leave `count` free from now on; 0: none.
+FM3_EXPORT int32_t fm3_sm90_reserve_sms(int32_t count);
+
 // --- Memory --------------------------------------------------------------------------------------
 FM3_EXPORT int32_t fm3_sm90_malloc(int64_t bytes, void** pointer);
 FM3_EXPORT int32_t fm3_sm90_free(void* pointer);
