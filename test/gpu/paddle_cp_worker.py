@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One GPU rank of test_paddle_cp_gpu.py: planned context parallelism through Paddle, each rank against the oracle.
 
-Usage: paddle_cp_worker.py MODE [RESULT_FILE]
+Usage: paddle_cp_worker.py MODE [TRANSPORTS]
     MODE check    every strategy and mask kind, bytes against the plan, repeats, a long sequence against one GPU
-         speed    milliseconds of a forward and backward of each move of rows, beside one GPU's for the same rows' work
+         speed    milliseconds of a forward and backward for each of TRANSPORTS (nccl,ipc)
          killed   the last rank ends in the middle of a step
          killed_new_mask   likewise, while the others wait to compare masks
          stalled  the last rank stops taking part
@@ -24,6 +24,7 @@ import paddle.distributed as dist
 from plan_cases import CASES, PlanCase
 
 from paddle_fm3 import _native, _paddle, flashmask_attention
+from paddle_fm3 import env as _env
 from paddle_fm3.distributed.attention import flashmask_cp_attention
 from paddle_fm3.distributed.device import Sm90Device
 from paddle_fm3.distributed.plan import CpPlan
@@ -160,7 +161,8 @@ def check_long(group: object, strategy: str) -> None:
     douts = [to_tensor(whole["dout"][:, rows]) for _ in own]
     poison()
     outs = [
-        flashmask_cp_attention(*qkv, bounds, causal=True, group=group, plan=plan, timeout_s=TIMEOUT_S) for qkv in own
+        flashmask_cp_attention(*qkv, bounds, causal=True, group=group, strategy=strategy, timeout_s=TIMEOUT_S)
+        for qkv in own
     ]
     for out, dout in reversed(list(zip(outs, douts, strict=True))):
         paddle.autograd.backward([out], [dout])
@@ -199,32 +201,35 @@ def check(group: object) -> None:
 SPEED_STRATEGIES = ("fm3", "fm3_no_overlap", "dual_chunk_allgather", "ring")
 
 
-def speed(group: object) -> None:
+def speed(group: object, transport: str) -> None:
     """Prints a line a strategy; documents of 3,000 rows, 8,192 rows a rank, 32 query and 4 key heads of 128."""
+    os.environ["FM3_GPU_TRANSPORT"] = transport  # read when the group's first call connects it
     s, h_q, h_kv, d = 8192 * group.nranks, 32, 4, 128
     ends = np.minimum((np.arange(s) // 3000 + 1) * 3000, s).astype(np.int32)[None, None, :, None]  # [1, 1, s, 1]
     rng = np.random.default_rng(6)
     device = Sm90Device(_native.sm90_library())
     begin, end = device.event_create(has_time=True), device.event_create(has_time=True)
-
-    def normal(rows: int, heads: int) -> np.ndarray:
-        return rng.standard_normal((1, rows, heads, d), np.float32).astype(ml_dtypes.bfloat16)
-
+    few = rng.standard_normal((1, 1024, h_q, d), np.float32).astype(ml_dtypes.bfloat16)
     bounds = to_tensor(ends)
     for strategy in SPEED_STRATEGIES:
         plan = plan_attention(ends, causal=True, num_ranks=group.nranks, strategy=strategy)
         num_rows = plan.partition.num_rows(group.rank)
-        arrays = [normal(num_rows, heads) for heads in (h_q, h_kv, h_kv, h_q)]
+        kept = [to_tensor(np.resize(few[:, :, :heads], (1, num_rows, heads, d))) for heads in (h_q, h_kv, h_kv, h_q)]
         times = []
-        for _ in range(12):
-            q, k, v, dout = (to_tensor(x, needs_grad=at < 3) for at, x in enumerate(arrays))
+        for _ in range(24):
+            q, k, v = (x.detach() for x in kept[:3])
+            q.stop_gradient = k.stop_gradient = v.stop_gradient = False
             dist.stream.all_reduce(to_tensor(np.zeros(1, np.float32)), group=group)  # ranks start together
             device.event_record(begin, _paddle.current_stream())
             out = flashmask_cp_attention(q, k, v, bounds, causal=True, group=group, plan=plan, timeout_s=TIMEOUT_S)
-            paddle.autograd.backward([out], [dout])
+            paddle.autograd.backward([out], [kept[3]])
             device.event_record(end, _paddle.current_stream())
             times.append(device.event_elapsed_ms(begin, end))
-        print(f"speed {strategy}: median {np.median(times[4:]):.3f} ms, best {min(times):.3f} ms", flush=True)
+        print(
+            f"speed {transport}, NCCL_MAX_CTAS={_env.nccl_max_ctas()}, {strategy}: median {np.median(times[8:]):.3f} ms, "
+            f"best {min(times):.3f} ms",
+            flush=True,
+        )
 
 
 def fail_in_the_middle(group: object, mode: str) -> None:
@@ -244,11 +249,13 @@ def fail_in_the_middle(group: object, mode: str) -> None:
 def main() -> None:
     mode = sys.argv[1]
     dist.init_parallel_env()
-    group = dist.new_group(list(range(dist.get_world_size())))
+    ranks = list(range(dist.get_world_size()))
+    group = dist.new_group(ranks)
     if mode == "check":
         check(group)
     elif mode == "speed":
-        speed(group)
+        for transport in sys.argv[2].split(","):
+            speed(dist.new_group(ranks), transport)
     else:
         fail_in_the_middle(group, mode)
 
