@@ -23,8 +23,7 @@ import paddle
 import paddle.distributed as dist
 from plan_cases import CASES, PlanCase
 
-from paddle_fm3 import _native, _paddle, flashmask_attention
-from paddle_fm3 import env as _env
+from paddle_fm3 import _native, _paddle, env, flashmask_attention
 from paddle_fm3.distributed.attention import flashmask_cp_attention
 from paddle_fm3.distributed.device import Sm90Device
 from paddle_fm3.distributed.plan import CpPlan
@@ -141,7 +140,7 @@ def check_case(case: PlanCase, group: object) -> dict[str, np.ndarray]:
 
 
 def check_long(group: object, strategy: str) -> None:
-    """Real sizes against the one-GPU operator on the same tensors; as many steps as ten layers enqueue at once."""
+    """Real sizes against the one-GPU operator on the same tensors; three layers are enqueued before anything is read."""
     s, h_q, h_kv, d = 4096 * group.nranks, 8, 2, 128
     ends = np.minimum((np.arange(s) // 3000 + 1) * 3000, s).astype(np.int32)
     bounds_array = ends[None, None, :, None]  # [1, 1, s, 1]
@@ -226,7 +225,7 @@ def speed(group: object, transport: str) -> None:
             device.event_record(end, _paddle.current_stream())
             times.append(device.event_elapsed_ms(begin, end))
         print(
-            f"speed {transport}, NCCL_MAX_CTAS={_env.nccl_max_ctas()}, {strategy}: median {np.median(times[8:]):.3f} ms, "
+            f"speed {transport}, NCCL_MAX_CTAS={env.nccl_max_ctas()}, {strategy}: median {np.median(times[8:]):.3f} ms, "
             f"best {min(times):.3f} ms",
             flush=True,
         )
