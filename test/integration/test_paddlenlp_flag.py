@@ -108,6 +108,9 @@ def test_flag_on_the_command_line(tmp_path: Any) -> None:
     flags = ["--mask_window", "512", "--mask_layers", "window,full", "--mask_kind", "document", "--cp_nodes", "0,0,1"]
     (arguments,) = parser.parse_args_into_dataclasses([*common, *flags])
     assert arguments.layer_masks() == LayerMasks("document", 512, ("window", "full"))
+    for own in (["--use_expert_parallel"], ["--expert_parallel_degree", "2"]):
+        with pytest.raises(ValueError, match="PaddleNLP's own ways to split experts; leave them out"):
+            parser.parse_args_into_dataclasses([*common, "--moe_expert_parallel", "2", *own])
     with pytest.raises(ValueError, match="cp_nodes='0,x': expected"):
         parser.parse_args_into_dataclasses([*common, "--cp_nodes", "0,x"])
     (arguments,) = parser.parse_args_into_dataclasses([*common, "--use_flashmask3", "--cp_strategy", "contiguous"])

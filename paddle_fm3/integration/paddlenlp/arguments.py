@@ -86,5 +86,11 @@ class FlashMask3TrainingArguments(FlashMask3Arguments, TrainingArguments):
 
     def __post_init__(self) -> None:
         # Before TrainingArguments, whose initialisation makes the process groups that gloo needs repaired.
+        if self.moe_expert_parallel > 1 and (self.use_expert_parallel or self.expert_parallel_degree > 1):
+            raise ValueError(
+                f"FlashMask3TrainingArguments: moe_expert_parallel={self.moe_expert_parallel} with "
+                f"use_expert_parallel={self.use_expert_parallel} and expert_parallel_degree="
+                f"{self.expert_parallel_degree}: those are PaddleNLP's own ways to split experts; leave them out"
+            )
         FlashMask3Arguments.__post_init__(self)
         TrainingArguments.__post_init__(self)
