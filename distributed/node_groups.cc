@@ -15,7 +15,7 @@ constexpr double kEvenEnough = 0.002;  // nodes this close to the mean are left 
 constexpr size_t kMostSplits = 6;      // island splits tried, fewer for many nodes
 constexpr double kCoarseGap = 0.05;    // less even than this, and other starts are tried as well
 // A split this even, with this share of the rows crossing, ends the search.
-constexpr double kFineGap = 0.01, kFineShare = 0.35;
+constexpr double kFineGap = 0.012, kFineShare = 0.35;
 constexpr double kCrowdedShare = 0.45;
 constexpr size_t kTried = 12;  // chunks of a node that an exchange considers
 constexpr int kVerified = 4;   // candidates of an exchange whose traffic is computed exactly
