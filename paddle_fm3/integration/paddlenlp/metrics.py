@@ -35,8 +35,8 @@ class StepMetrics:
 
         cp_imbalance: latest rank over the mean rank, minus 1, by planned work (the same on every rank).
         cp_plan_ms, cp_plan_wait_ms: making a plan, and how long training waited for it.
-        And, where the transport counts them (CPU ranks):
         cp_sent_mb, cp_received_mb: rows of K, V, dK, dV to and from other ranks, in 10^6 bytes (this rank).
+        And, from the trace that is taken on CPU ranks:
         cp_hidden_share: part of the time in which rows moved that this rank computed attention as well.
         cp_wait_ms: this rank waited for rows.
         """
@@ -53,8 +53,8 @@ class StepMetrics:
         if sent + received > 0:
             figures["cp_sent_mb"] = sent / MEGA / num_batches
             figures["cp_received_mb"] = received / MEGA / num_batches
-            figures["cp_wait_ms"] = self._wait_us / 1e3 / num_batches
         if self._moving_us > 0:
+            figures["cp_wait_ms"] = self._wait_us / 1e3 / num_batches
             figures["cp_hidden_share"] = self._hidden_us / self._moving_us
         self._bytes_before = _bytes(group)
         self._clear()

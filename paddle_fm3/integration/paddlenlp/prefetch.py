@@ -109,7 +109,7 @@ class PlanAheadLoader(paddle.io.DataLoader):
         self._loader = loader
         self._plan = plan
         self._depth = depth
-        self._open: list[ReadAhead[Any, Any]] = []
+        self._open: set[ReadAhead[Any, Any]] = set()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -133,11 +133,12 @@ class PlanAheadLoader(paddle.io.DataLoader):
             return planned
 
         with ReadAhead(self._loader, prepare, self._depth) as batches:
-            self._open.append(batches)
+            self._open.add(batches)
             for batch in batches:
                 if isinstance(batch, PlannedBatch):
                     batch.wait_ms = batches.wait_ms
                 yield batch
+            self._open.discard(batches)
 
     def __call__(self) -> Iterator[PlannedBatch]:
         return iter(self)
