@@ -34,6 +34,13 @@ def check_options(dropout: float, training: bool, fixed_seed_offset, return_seed
         )
 
 
+def check_flags(**flags: object) -> None:
+    """Only True and False: anything else would count as True, "no" included."""
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{_WHO}: {name}={value!r} is a {type(value).__name__}; expected True or False")
+
+
 def check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor, axes in (
         ("query", query, "[b, s_q, h_q, d_qk]"),
@@ -121,7 +128,9 @@ def window_sides(window_size: int | tuple[int, int], indices: Tensor | None) -> 
             "indices (paddle_fm3.mask builds them)"
         )
     sides = tuple(window_size) if isinstance(window_size, (tuple, list)) else (window_size, window_size)
-    if len(sides) != 2 or not all(isinstance(side, (int, np.integer)) and side >= 0 for side in sides):
+    # True is an int to Python; here it is a slip.
+    are_integers = all(isinstance(side, (int, np.integer)) and not isinstance(side, bool) for side in sides)
+    if len(sides) != 2 or not are_integers or min(sides) < 0:
         raise ValueError(
             f"{_WHO}: window_size={window_size!r}; expected an int >= 0 or a pair (left, right) of them; "
             "None means no window"

@@ -80,6 +80,9 @@ def flashmask_attention(
         TypeError: a dtype does.
         NativeLibraryError: the compiled op is missing; the message says how to build it.
     """
+    _arguments.check_flags(causal=causal, return_softmax_lse=return_softmax_lse, training=training)
+    if deterministic is not None:
+        _arguments.check_flags(deterministic=deterministic)
     _arguments.check_options(dropout, training, fixed_seed_offset, return_seed_offset)
     _arguments.check_sizes(query, key, value)
     if isinstance(startend_row_indices, ColumnMask):
