@@ -63,6 +63,8 @@ class DeviceAttention:
             raise ValueError(f"DeviceAttention: forward_mode={forward_mode!r} is none of {FORWARD_MODES}")
         if num_step_streams not in (1, 2) or (num_step_streams == 2 and not has_side_stream):
             raise ValueError(f"DeviceAttention: num_step_streams={num_step_streams}; 1, or 2 with a side stream")
+        if transport is not None:
+            transport.attach()
         self.device, self.transport = device, transport
         self._timeout_us = int(timeout_s * 1.25e6)  # the transport's own watch speaks first
         self._forward_mode = forward_mode

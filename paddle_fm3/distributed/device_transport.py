@@ -71,7 +71,18 @@ class DeviceTransport:
         self.sent_bytes, self.received_bytes = [0] * num_ranks, [0] * num_ranks
         self._sizes: dict[str, int] = {}
         self._num_posts = 0
+        self._is_attached = False
         self._checked: dict[int, Batch] = {}  # by id; batches are posted again and again
+
+    def attach(self) -> None:
+        """Taken by an executor, whose buffers the registered ones are.
+
+        Raises:
+            TransportError: another one has it.
+        """
+        if self._is_attached:
+            raise TransportError("this transport serves an executor already; two would replace each other's buffers")
+        self._is_attached = True
 
     # --- for the executor ------------------------------------------------------------------------
 

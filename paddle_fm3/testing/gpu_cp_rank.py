@@ -66,8 +66,9 @@ class RankProcess:
             self._shared[key] = make()
         return self._shared[key]
 
-    def shared_transport(self, num_ranks: int) -> IpcTransport:
-        key = f"transport {num_ranks}"
+    def shared_transport(self, name: str, job: Job) -> IpcTransport:
+        num_ranks = job["num_ranks"]
+        key = f"transport {name} {num_ranks} {json.dumps(job['options'], sort_keys=True)}"
         if key not in self._shared:
             self._shared[key] = self.transport(num_ranks, self.config["timeout_s"])
         return self._shared[key]

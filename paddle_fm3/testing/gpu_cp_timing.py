@@ -220,11 +220,12 @@ def run(process: Any, job: dict[str, Any]) -> dict[str, Any]:
     """A "time" job of `gpu_cp_rank`: ms a call of forward, backward and both, as this rank sees them; the same without
     transfers, and of the transfers alone. `loops` medians of `calls` calls each, ranks starting each loop together."""
     num_ranks = job["num_ranks"]
-    ipc = process.shared_transport(num_ranks)
+    ipc = process.shared_transport("moving", job)
     moving = process.shared("moving", job, lambda: _attention(process.device, ipc, job))
     still = process.shared("still", job, lambda: _attention(
         process.device, NoTransfers(process.device, process.rank, num_ranks), job))  # fmt: skip
-    silent = process.shared("silent", job, lambda: _attention(NoKernels(process.library), ipc, job))
+    silent_ipc = process.shared_transport("silent", job)
+    silent = process.shared("silent", job, lambda: _attention(NoKernels(process.library), silent_ipc, job))
     result: dict[str, Any] = {}
     stream = process.stream
     with torch.cuda.stream(stream):
@@ -243,7 +244,7 @@ def run(process: Any, job: dict[str, Any]) -> dict[str, Any]:
                 variants[name].forward()
                 variants[name].backward()
         for prefix, variant in variants.items():
-            waits = _Waits(silent, ipc, stream) if variant is variants["transfers_"] else None
+            waits = _Waits(silent, silent_ipc, stream) if variant is variants["transfers_"] else None
             parts = {
                 "fwd": variant.forward,
                 "bwd": variant.backward,

@@ -14,6 +14,7 @@ import pytest
 from device_support import Exchanger, Group, on_ranks
 from test_device_execute import make_inputs
 
+from paddle_fm3.distributed.device_execute import DeviceAttention
 from paddle_fm3.distributed.device_ipc import IpcTransport
 from paddle_fm3.distributed.device_page import SignalPage
 from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Piece
@@ -129,6 +130,13 @@ def test_a_transport_without_words_says_so() -> None:
 
     with pytest.raises(TransportError, match="Silent cannot write device words"):
         Silent(0, 2).post(Batch("rows"), 1, word=(0, 1))
+
+
+def test_a_transport_serves_one_executor(pair: Pair) -> None:
+    device = pair.world.rank_device()
+    DeviceAttention(device, pair.transports[0])
+    with pytest.raises(TransportError, match="serves an executor already"):
+        DeviceAttention(device, pair.transports[0])
 
 
 def test_a_closed_transport_refuses(pair: Pair) -> None:
