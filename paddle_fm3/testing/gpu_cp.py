@@ -27,7 +27,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 class LoopbackExchange:
     """exchange(record) between processes of one machine: rank 0 collects and hands out JSON lines."""
 
-    def __init__(self, rank: int, num_ranks: int, port: int, timeout_s: float = 60.0) -> None:
+    def __init__(self, rank: int, num_ranks: int, port: int, timeout_s: float = 150.0) -> None:
         self._rank, self._num_ranks = rank, num_ranks
         self._connections: list[socket.socket] = []
         if rank == 0:
