@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The NCCL transport on model devices and a model of NCCL: what comes before what, and how a lost rank ends.
+
+The model: sends and receives of a group run on the stream that is current, in order; a receive waits until the peer's
+send has run. Real NCCL is test/gpu/test_paddle_cp_gpu.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from device_support import Group
+from plan_support import random_mask
+from test_device_execute import check, make_inputs
+
+from paddle_fm3 import _paddle
+from paddle_fm3.distributed import device_nccl
+from paddle_fm3.distributed.device_nccl import NcclTransport
+from paddle_fm3.distributed.planner import PlanOptions, build_plan
+from paddle_fm3.distributed.strategy import STRATEGIES
+from paddle_fm3.distributed.topology import Topology
+from paddle_fm3.distributed.transport import TcpTransport
+from paddle_fm3.testing.fake_device import FakeDevice, FakeWorld
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class FakeNccl:
+    """All ranks' process groups; enqueues on the world's streams."""
+
+    def __init__(self, world: FakeWorld) -> None:
+        self.world = world
+        self.current = threading.local()
+        self.mail: dict[tuple[int, int], deque[bytes]] = defaultdict(deque)  # (source, destination)
+
+    def new_stream(self, *, is_urgent: bool) -> Any:
+        return SimpleNamespace(cuda_stream=self.world.new_stream())
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: Any) -> Iterator[None]:
+        self.current.stream = stream.cuda_stream
+        yield
+        del self.current.stream
+
+    @contextlib.contextmanager
+    def grouped_p2p(self, process_group: FakeProcessGroup) -> Iterator[None]:
+        process_group.batch = []
+        yield
+        # All sends of a group make progress whether or not its receives do.
+        for kind in ("send", "recv"):
+            for what, address, num_bytes, peer in process_group.batch:
+                if what == kind:
+                    self._enqueue(kind, address, num_bytes, process_group.rank, peer)
+        process_group.batch = None
+
+    def _enqueue(self, kind: str, address: int, num_bytes: int, rank: int, peer: int) -> None:
+        sent, awaited = self.mail[rank, peer], self.mail[peer, rank]
+
+        def send() -> None:
+            sent.append(ctypes.string_at(address, num_bytes))
+
+        def receive() -> None:
+            data = awaited.popleft()
+            assert len(data) == num_bytes, (rank, peer, len(data), num_bytes)
+            ctypes.memmove(address, data, num_bytes)
+
+        run, is_ready = (send, None) if kind == "send" else (receive, lambda: bool(awaited))
+        self.world.enqueue(self.current.stream, f"{kind} of rank {rank}, peer {peer}", run, is_ready)
+
+
+class FakeProcessGroup:
+    def __init__(self, nccl: FakeNccl, rank: int) -> None:
+        self.nccl, self.rank = nccl, rank
+        self.batch: list[Any] | None = None
+
+    def send_on_calc_stream(self, tensor: paddle.Tensor, peer: int) -> None:
+        assert self.batch is not None
+        self.batch.append(("send", tensor.data_ptr(), tensor.shape[0], peer))
+
+    def recv_on_calc_stream(self, tensor: paddle.Tensor, peer: int) -> None:
+        assert self.batch is not None
+        self.batch.append(("recv", tensor.data_ptr(), tensor.shape[0], peer))
+
+
+def controls(num_ranks: int) -> list[TcpTransport]:
+    ends = {(a, b): socket.socketpair() for a in range(num_ranks) for b in range(a)}
+    return [
+        TcpTransport(r, {p: ends[max(r, p), min(r, p)][int(r < p)] for p in range(num_ranks) if p != r})
+        for r in range(num_ranks)
+    ]
+
+
+def patch(monkeypatch: Any) -> None:
+    """The calls of Paddle that need a GPU; which world is meant is known by the device of the call."""
+    monkeypatch.setattr(paddle.distributed.stream, "all_reduce", lambda tensor, group: None)
+
+
+def nccl_group(num_ranks: int, seed: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Group:
+    patch(monkeypatch)
+    connections = controls(num_ranks)
+    models: dict[int, FakeNccl] = {}
+
+    def make(device: FakeDevice, rank: int, num_ranks: int, exchange: Any) -> NcclTransport:
+        with lock:
+            nccl = models.setdefault(id(device.world), FakeNccl(device.world))
+            for name in ("new_stream", "on_stream", "grouped_p2p"):
+                monkeypatch.setattr(_paddle, name, getattr(nccl, name))
+        exchange(None)  # every rank sees the patches
+        group = SimpleNamespace(rank=rank, nranks=num_ranks, process_group=FakeProcessGroup(nccl, rank))
+        return NcclTransport(group, device, connections[rank], timeout_s=20.0)
+
+    lock = threading.Lock()
+    return Group(num_ranks, seed, make_transport=make, **options)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_in_any_order(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = sum(map(ord, strategy))
+    rng = np.random.default_rng(seed)
+    for num_ranks, num_nodes in ((2, 1), (4, 2)):
+        group = nccl_group(num_ranks, seed, monkeypatch, num_step_streams=2, timeout_s=20.0)
+        cases = []
+        for _ in range(3):
+            s = 256 if strategy == "paper" else int(rng.integers(130, 300))
+            mask = random_mask(rng, s)
+            plan = build_plan(
+                mask, num_ranks, topology=Topology.uniform(num_ranks, num_ranks // num_nodes), strategy=strategy,
+                options=PlanOptions(chunk_rows=16, num_stages=2),
+            )  # fmt: skip
+            inputs = make_inputs(rng, 1, s, 2, 1, 8, 8)
+            cases.append((group.step(plan, mask, inputs, 8**-0.5), inputs, mask))
+            group.world.run()  # buffers may grow between steps, which waits for the stream
+        for collect, inputs, mask in cases[-1:]:
+            check(collect(), inputs, mask)
+
+
+# A rank with a batch that nothing will ever finish; then its peer closes, stays silent, or all is done.
+HELD = """
+    import sys, time
+    import pytest
+    from types import SimpleNamespace
+    from test_device_nccl import FakeNccl, FakeProcessGroup, controls, patch
+    from paddle_fm3 import _paddle
+    from paddle_fm3.distributed import device_nccl
+    from paddle_fm3.distributed.device_transport import Batch, Piece
+    from paddle_fm3.distributed.transport import TransportError
+    from paddle_fm3.testing.fake_device import FakeWorld
+
+    how = sys.argv[1]
+    device_nccl.EXIT_GRACE_S = 0.5
+    patch(pytest.MonkeyPatch())
+    world = FakeWorld(0)
+    nccl = FakeNccl(world)
+    for name in ("new_stream", "on_stream", "grouped_p2p"):
+        setattr(_paddle, name, getattr(nccl, name))
+    own, other = controls(2)
+    group = SimpleNamespace(rank=0, nranks=2, process_group=FakeProcessGroup(nccl, 0))
+    transport = device_nccl.NcclTransport(group, world.rank_device(), own, timeout_s=1.0)
+    transport.register({"key": 256})
+    stream = world.new_stream()
+    piece = Piece(1, "key", 0, 64, "key", 0)
+    if how == "all done":
+        transport.post(Batch("rows", sends=(piece,)), stream)
+        world.run()
+        time.sleep(1.5)  # longer than the timeout
+        transport.check()
+        print("alive", flush=True)
+        sys.exit(0)
+    transport.post(Batch("rows stage 1", recvs=(piece,)), stream)
+    if how == "closed":
+        other.fail("rank 1 stopped: boom")
+    elif how == "raised":
+        other.fail("rank 1 stopped: boom")
+        while True:
+            try:
+                transport.check()
+                time.sleep(0.01)
+            except TransportError as error:
+                print("raised", error, flush=True)
+                break
+    time.sleep(30)  # as a reader that waits for the device
+    print("alive", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "out", "err"),
+    [
+        ("closed", device_nccl.EXIT_STATUS, "", "context parallelism: rank 1 stopped: boom\n"),
+        ("raised", device_nccl.EXIT_STATUS, "raised rank 1 stopped: boom\n", ""),
+        (
+            "silent", device_nccl.EXIT_STATUS, "",
+            "context parallelism: rank 0 of 2 gave up on 'rows stage 1': no transfer was done for 1 s; it needs rank 1 "
+            "(dead or stalled)\n",
+        ),
+        ("all done", 0, "alive\n", ""),
+    ],
+)  # fmt: skip
+def test_a_held_process_says_why_and_ends(how: str, status: int, out: str, err: str) -> None:
+    paths = [str(ROOT), *(str(ROOT / "test" / part) for part in ("cpu", "unit", "dist"))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(HELD), how]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout) == (status, out), done.stderr
+    assert "\n".join(line for line in done.stderr.splitlines() if line.startswith("context parallelism")) == err.strip()
+
+
+def test_attention_leaves_nccl_the_room_it_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_MAX_CTAS", "16")
+    group = nccl_group(2, 0, monkeypatch, timeout_s=20.0)
+    assert [rank.transport.num_sms for rank in group.ranks if rank.transport is not None] == [16, 16]
+    monkeypatch.setenv("NCCL_MAX_CTAS", "many")
+    with pytest.raises(ValueError, match="NCCL_MAX_CTAS='many'"):
+        device_nccl.env.nccl_max_ctas()
