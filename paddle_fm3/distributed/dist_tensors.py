@@ -14,7 +14,6 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle.base import core
-from paddle.distributed import collective
 
 from paddle_fm3.distributed import groups
 from paddle_fm3.distributed.partition import Partition, contiguous_partition
@@ -52,17 +51,14 @@ def sep_group(mesh: Any) -> Any:
             raise ValueError(
                 f"flashmask_cp_attention: ranks along {SEP!r} are {rows.tolist()}; they must ascend, as in a group"
             )
-        # As fleet does: every process makes every group, in one order. `mesh.get_group` makes only its own, under a
-        # number that the other groups of the dimension get as well.
-        for ranks in rows.tolist():
-            group = _existing(ranks) or dist.new_group(ranks)
-            if dist.get_rank() in ranks:
-                _groups[key] = group
+        # As fleet does: every process makes every group, in one order, so that all number them alike. `mesh.get_group`
+        # makes only its own, under a number that the other groups of the dimension get as well.
+        with groups.gloo_subgroups():
+            for ranks in rows.tolist():
+                group = dist.new_group(ranks)
+                if dist.get_rank() in ranks:
+                    _groups[key] = group
     return groups.usable(_groups[key])
-
-
-def _existing(ranks: list[int]) -> Any | None:
-    return next((g for g in collective._get_group_map().values() if list(g.ranks) == ranks and g.rank >= 0), None)
 
 
 def attend(

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import random
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,18 @@ def disable_gloo_subgroups() -> None:
     if _original_new_process_group is not None:
         collective._new_process_group_impl = _original_new_process_group
         _original_new_process_group = None
+
+
+@contextmanager
+def gloo_subgroups() -> Iterator[None]:
+    """`enable_gloo_subgroups` for the groups made inside."""
+    was_enabled = _original_new_process_group is not None
+    enable_gloo_subgroups()
+    try:
+        yield
+    finally:
+        if not was_enabled:
+            disable_gloo_subgroups()
 
 
 def _make_group_store(parent_store: Any, rank: int, world_size: int, group_id: int) -> Any:

@@ -15,7 +15,7 @@ from cp_cases import CpCase
 from grid_checks import TOLERANCE, on_one_device
 from rank_inputs import TIMEOUT_S
 
-from paddle_fm3.distributed import dist_tensors
+from paddle_fm3.distributed import dist_tensors, groups
 from paddle_fm3.distributed.attention import flashmask_cp_attention
 from paddle_fm3.distributed.partition import contiguous_partition, dual_chunk_partition
 from paddle_fm3.distributed.plan import CpPlan
@@ -43,6 +43,7 @@ def meshes() -> dict[str, tuple[Any, list[Any]]]:
 
 
 def check_meshes() -> None:
+    groups.disable_gloo_subgroups()  # the meshes' own groups come without it
     for name, (mesh, layout) in meshes().items():
         sep_ranks = mesh.shape[mesh.dim_names.index("sep")]
         per_entry = name == "dp x sep"  # each dp replica has batch entries, and so masks, of its own
