@@ -99,6 +99,27 @@ std::string first_of(std::initializer_list<std::string> errors) {
   return "";
 }
 
+// What both directions read: q, k, v, out and lse.
+template <typename Params>
+std::string check_forward_tensors(const Params& params, bool is_out_written) {
+  const Shape& shape = params.shape;
+  std::string error =
+      check_common(shape, params.dtype, params.softmax_scale, params.mask, params.workspace_bytes);
+  if (!error.empty()) return error;
+  const int64_t b = shape.b, s_q = shape.s_q, s_k = shape.s_k, h_q = shape.h_q, h_kv = shape.h_kv;
+  error = first_of({
+      check_tensor("q", params.q, params.stride_q, b, s_q, h_q, shape.d_qk, false),
+      check_tensor("k", params.k, params.stride_k, b, s_k, h_kv, shape.d_qk, false),
+      check_tensor("v", params.v, params.stride_v, b, s_k, h_kv, shape.d_v, false),
+      check_tensor("out", params.out, params.stride_out, b, s_q, h_q, shape.d_v, is_out_written),
+  });
+  if (error.empty() && params.lse == nullptr && b * s_q * h_q > 0) {
+    error =
+        join("lse is nullptr; it must hold [b, h_q, s_q]=[", b, ", ", h_q, ", ", s_q, "] float32");
+  }
+  return error;
+}
+
 }  // namespace
 
 std::string check_mask(const MaskView& mask) {
@@ -125,21 +146,7 @@ std::string check_mask(const MaskView& mask) {
 }
 
 std::string check_params(const FwdParams& params) {
-  const Shape& shape = params.shape;
-  std::string error =
-      check_common(shape, params.dtype, params.softmax_scale, params.mask, params.workspace_bytes);
-  if (!error.empty()) return error;
-  const int64_t b = shape.b, s_q = shape.s_q, s_k = shape.s_k, h_q = shape.h_q, h_kv = shape.h_kv;
-  error = first_of({
-      check_tensor("q", params.q, params.stride_q, b, s_q, h_q, shape.d_qk, false),
-      check_tensor("k", params.k, params.stride_k, b, s_k, h_kv, shape.d_qk, false),
-      check_tensor("v", params.v, params.stride_v, b, s_k, h_kv, shape.d_v, false),
-      check_tensor("out", params.out, params.stride_out, b, s_q, h_q, shape.d_v, true),
-  });
-  if (error.empty() && params.lse == nullptr && b * s_q * h_q > 0) {
-    error =
-        join("lse is nullptr; it must hold [b, h_q, s_q]=[", b, ", ", h_q, ", ", s_q, "] float32");
-  }
+  std::string error = check_forward_tensors(params, true);
   if (error.empty() && params.ready_rows != nullptr &&
       (params.ready_status == nullptr || params.ready_timeout_us <= 0)) {
     error = join("ready_rows is set with ready_timeout_us=", params.ready_timeout_us,
@@ -149,26 +156,16 @@ std::string check_params(const FwdParams& params) {
 }
 
 std::string check_params(const BwdParams& params) {
-  const Shape& shape = params.shape;
-  std::string error =
-      check_common(shape, params.dtype, params.softmax_scale, params.mask, params.workspace_bytes);
+  const std::string error = check_forward_tensors(params, false);
   if (!error.empty()) return error;
+  const Shape& shape = params.shape;
   const int64_t b = shape.b, s_q = shape.s_q, s_k = shape.s_k, h_q = shape.h_q, h_kv = shape.h_kv;
-  error = first_of({
-      check_tensor("q", params.q, params.stride_q, b, s_q, h_q, shape.d_qk, false),
-      check_tensor("k", params.k, params.stride_k, b, s_k, h_kv, shape.d_qk, false),
-      check_tensor("v", params.v, params.stride_v, b, s_k, h_kv, shape.d_v, false),
-      check_tensor("out", params.out, params.stride_out, b, s_q, h_q, shape.d_v, false),
+  return first_of({
       check_tensor("dout", params.dout, params.stride_dout, b, s_q, h_q, shape.d_v, false),
       check_tensor("dq", params.dq, params.stride_dq, b, s_q, h_q, shape.d_qk, true),
       check_tensor("dk", params.dk, params.stride_dk, b, s_k, h_kv, shape.d_qk, true),
       check_tensor("dv", params.dv, params.stride_dv, b, s_k, h_kv, shape.d_v, true),
   });
-  if (error.empty() && params.lse == nullptr && b * s_q * h_q > 0) {
-    error =
-        join("lse is nullptr; it must hold [b, h_q, s_q]=[", b, ", ", h_q, ", ", s_q, "] float32");
-  }
-  return error;
 }
 
 }  // namespace fm3

@@ -5,25 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from plan_support import dense_visible
 
 from paddle_fm3.distributed.localize import local_rows_before, localize_mask
 from paddle_fm3.distributed.partition import Partition, contiguous_partition, dual_chunk_partition
 from paddle_fm3.mask.column_mask import ColumnMask
-
-
-def dense_hidden(mask: ColumnMask) -> np.ndarray:
-    """True where hidden, [b, h_mask, s_q, s_k], straight from the definition in ColumnMask's docstring."""
-    q_idx = np.arange(mask.s_q)[:, None]  # [s_q, 1]
-    k_idx = np.arange(mask.s_k)[None, :]  # [1, s_k]
-    lt_begin, lt_end, ut_begin, ut_end = (
-        bound[:, :, None, :] for bound in (mask.lt_begin, mask.lt_end, mask.ut_begin, mask.ut_end)
-    )
-    hidden = ((lt_begin <= q_idx) & (q_idx < lt_end)) | ((ut_begin <= q_idx) & (q_idx < ut_end))
-    if mask.is_causal:
-        hidden = hidden | (k_idx > q_idx + (mask.s_k - mask.s_q))
-    if mask.block_mask is not None:
-        hidden = hidden | (mask.block_mask[:, :, q_idx // 128, k_idx // 128] == 0)
-    return hidden
 
 
 def random_partition(rng: np.random.Generator, s: int, num_ranks: int) -> Partition:
@@ -43,11 +29,11 @@ def test_matches_dense_rows(is_causal: bool, num_bounds: int) -> None:
         partition = random_partition(rng, s, num_ranks)
         bounds = rng.integers(-3, s + 4, (2, 2, s_k, num_bounds)).astype(np.int32)
         mask = ColumnMask.from_bounds(bounds, is_causal=is_causal, s_q=s)
-        hidden_global = dense_hidden(mask)
+        hidden_global = ~dense_visible(mask)
         for rank in range(num_ranks):
             local = localize_mask(mask, partition, rank)
             assert not local.is_causal and local.s_q == partition.num_rows(rank)
-            np.testing.assert_array_equal(dense_hidden(local), hidden_global[:, :, partition.rows_of(rank)])
+            np.testing.assert_array_equal(~dense_visible(local), hidden_global[:, :, partition.rows_of(rank)])
 
 
 def test_causal_with_second_interval() -> None:
@@ -62,7 +48,7 @@ def test_causal_with_second_interval() -> None:
         mask = ColumnMask(*np.ascontiguousarray(bounds), s_q=s, is_causal=True)
         partition = random_partition(rng, s, 2)
         for rank in range(2):
-            expected = dense_hidden(mask)[:, :, partition.rows_of(rank)]
+            expected = ~dense_visible(mask)[:, :, partition.rows_of(rank)]
             try:
                 local = localize_mask(mask, partition, rank)
             except ValueError as error:
@@ -71,7 +57,7 @@ def test_causal_with_second_interval() -> None:
                 assert (runs == 1).sum() == 3, "refused a column that two intervals can hold"
                 num_refused += 1
             else:
-                np.testing.assert_array_equal(dense_hidden(local), expected)
+                np.testing.assert_array_equal(~dense_visible(local), expected)
                 num_exact += 1
     assert num_exact > 100 and num_refused > 50, (num_exact, num_refused)
 
@@ -84,7 +70,7 @@ def test_block_mask_rows_follow_the_chunks() -> None:
     partition = Partition((0, 256, 384, 640, s), (1, 0, 1, 0), 2)
     for rank in range(2):
         local = localize_mask(mask, partition, rank)
-        np.testing.assert_array_equal(dense_hidden(local), dense_hidden(mask)[:, :, partition.rows_of(rank)])
+        np.testing.assert_array_equal(~dense_visible(local), ~dense_visible(mask)[:, :, partition.rows_of(rank)])
     with pytest.raises(ValueError, match=r"chunk \[0, 468\) cuts a block_mask tile"):
         localize_mask(mask, contiguous_partition(s, 2), 0)
 
