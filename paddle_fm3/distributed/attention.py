@@ -153,28 +153,10 @@ def flashmask_cp_attention(
 
     q, k, v = _autocast(q, k, v)  # before K and V travel: half the bytes
     if dist_tensors.has_dist_tensor(q, k, v):
-        if group is not None and not dist_tensors.is_mesh(group):
-            raise ValueError("flashmask_cp_attention: group must be the ProcessMesh of the dist tensors, or None")
-        if isinstance(strategy, str) and strategy == "dual_chunk" and partition is None and plan is None:
-            raise ValueError(
-                "flashmask_cp_attention: dist tensors hold consecutive rows; for dual chunks put them in rank_order "
-                "and pass partition=dual_chunk_partition(s, num_ranks)"
-            )
-        options = {
-            "causal": causal, "strategy": strategy or "contiguous", "plan": plan, "topology": topology,
-            "softmax_scale": softmax_scale, "return_softmax_lse": True, "deterministic": deterministic,
-            "reduce_dtype": reduce_dtype, "keep_gathered": keep_gathered, "timeout_s": timeout_s, "trace": trace,
-        }  # fmt: skip
-
-        def call(q, k, v, bounds, block_mask, group, partition):  # noqa: ANN001, ANN202
-            return flashmask_cp_attention(
-                q, k, v, bounds, group=group, partition=None if plan is not None else partition, block_mask=block_mask,
-                **options,
-            )  # fmt: skip
-
-        out, lse = dist_tensors.attend(
-            call, q, k, v, startend_row_indices, block_mask, group, partition if plan is None else plan.partition,
-            needs_whole_mask=plan is None and _planned_strategy(options["strategy"]) is not None,
+        out, lse = _attend_dist(
+            q, k, v, startend_row_indices, block_mask, group, partition, strategy, plan, causal=causal,
+            topology=topology, softmax_scale=softmax_scale, deterministic=deterministic, reduce_dtype=reduce_dtype,
+            keep_gathered=keep_gathered, timeout_s=timeout_s, trace=trace,
         )  # fmt: skip
         return (out, lse) if return_softmax_lse else out
     strategy = strategy or "dual_chunk"
@@ -225,6 +207,40 @@ def flashmask_cp_attention(
             softmax_scale=softmax_scale, deterministic=deterministic,
         )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
+
+
+def _attend_dist(
+    q: paddle.Tensor,
+    k: paddle.Tensor,
+    v: paddle.Tensor,
+    bounds: paddle.Tensor | None,
+    block_mask: paddle.Tensor | None,
+    group: Any | None,
+    partition: Partition | None,
+    strategy: Strategy | str | None,
+    plan: CpPlan | None,
+    **options: Any,
+) -> tuple[paddle.Tensor, paddle.Tensor]:
+    """out and lse as dist tensors, from this function's caller on the local parts."""
+    if group is not None and not dist_tensors.is_mesh(group):
+        raise ValueError("flashmask_cp_attention: group must be the ProcessMesh of the dist tensors, or None")
+    if isinstance(strategy, str) and strategy == "dual_chunk" and partition is None and plan is None:
+        raise ValueError(
+            "flashmask_cp_attention: dist tensors hold consecutive rows; for dual chunks put them in rank_order "
+            "and pass partition=dual_chunk_partition(s, num_ranks)"
+        )
+    strategy = strategy or "contiguous"
+
+    def call(*local: paddle.Tensor, block_mask: paddle.Tensor | None, group: Any, partition: Partition) -> Any:
+        return flashmask_cp_attention(
+            *local, block_mask=block_mask, group=group, partition=None if plan is not None else partition,
+            strategy=strategy, plan=plan, return_softmax_lse=True, **options,
+        )  # fmt: skip
+
+    return dist_tensors.attend(
+        call, q, k, v, bounds, block_mask, group, partition if plan is None else plan.partition,
+        needs_whole_mask=plan is None and _planned_strategy(strategy) is not None,
+    )  # fmt: skip
 
 
 def _shapes(q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor, bounds: paddle.Tensor | None) -> agreement.Record:

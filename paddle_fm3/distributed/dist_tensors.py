@@ -73,8 +73,8 @@ def attend(
     *,
     needs_whole_mask: bool,
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
-    """out and lse as dist tensors laid out like q, from ``call(q, k, v, bounds, block_mask, group, partition)`` on the
-    local parts.
+    """out and lse as dist tensors laid out like q, from
+    ``call(q, k, v, bounds, block_mask=..., group=..., partition=...)`` on the local parts.
 
     Args:
         q, k, v: dist tensors [b, s, h, d] of one mesh, rows sharded over `sep`; batch and heads sharded alike over
@@ -106,7 +106,7 @@ def attend(
         block_mask = _local_mask("block_mask", block_mask, q, k, None, True)
 
     local = [_to_local(x, mesh, list(x.placements)) for x in (q, k, v)]
-    out, lse = call(*local, bounds, block_mask, group, partition)
+    out, lse = call(*local, bounds, block_mask=block_mask, group=group, partition=partition)
     axis_of_lse = {BATCH: 0, SEQUENCE: 2, HEADS: 1}
     lse_placements = [dist.Shard(axis_of_lse[p.get_dim()]) if p.is_shard() else dist.Replicate() for p in placements]
     return _from_local(out, mesh, placements), _from_local(lse, mesh, lse_placements)
