@@ -39,7 +39,7 @@ COLUMNS = {
     "schedule": ("case", "us_median", "us_p10", "us_p90", "schedule_bytes", "refcheck"),
 }  # fmt: skip
 HEATING_S = 0.5
-TURNS, WARM_S, TIMED_S = 2, 0.08, 0.12  # of each implementation and phase
+TURNS, WARM_S, TIMED_S = 2, 0.06, 0.08  # of each implementation and phase
 LONG_S = 0.25  # forward and backward together; longer calls take one turn and need no warming
 MIN_CALLS, MAX_CALLS = 3, 40  # timed in a turn
 MAX_RELATIVE_ERROR = 5e-3  # in the Frobenius norm, against fp32; rounding P, dS and the result to bf16 gives 2.4e-3
