@@ -82,6 +82,7 @@ def run_case(
     library: Any = None,
 ) -> Iterator[Record]:
     """Checks and times every implementation that serves the case. `library`: default `sm90_library()`."""
+    torch.cuda.empty_cache()  # the case before may have had tensors of other sizes
     problem = Problem.of(benchmark_case(name), dtype)
     attentions, errors = make_and_check(problem, impls, library or sm90_library())
     times = time_in_turns(attentions, repeats)
