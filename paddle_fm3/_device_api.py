@@ -79,6 +79,7 @@ SIGNATURES: dict[str, list[type]] = {
     "merge": [ctypes.POINTER(MergeParams), _POINTER],
     "order_local_first": [ctypes.POINTER(MaskView), _POINTER, _INT32, _POINTER],
     "reserve_sms": [_INT32],
+    "device_name": [ctypes.c_char_p, _INT64],
     "malloc": [_INT64, _OUT],
     "free": [_POINTER],
     "host_register": [_POINTER, _INT64, _OUT],

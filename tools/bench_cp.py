@@ -57,7 +57,9 @@ def main(argv: list[str] | None = None) -> int:
     on_gpu.add_argument("--only-plans", action="store_true", help="make the plans and stop")
     on_gpu.add_argument("--calls", type=int, default=10, help="calls of a timed loop at 8K rows a rank; fewer above")
     on_gpu.add_argument("--loops", type=int, default=5, help="timed loops, each started by all ranks together")
-    on_gpu.add_argument("--late-keys", type=int, metavar="GPU", help="only: one forward whose keys come from that GPU")
+    on_gpu.add_argument(
+        "--late-keys", metavar="SOURCE", help="only: one forward whose keys come from a GPU (1, ...) or host"
+    )
     on_gpu.add_argument("--timeout", type=float, default=3600.0, help="seconds for all ranks")
     on_gpu.add_argument("--commit", help="of the measured tree, where it is no git checkout")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -81,7 +83,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def on_gpus(arguments: argparse.Namespace) -> int:
     if arguments.late_keys is not None:
-        records = list(gpu.late_key_records(arguments.late_keys, 20, arguments.commit))
+        records = list(
+            gpu.late_key_records(
+                None if arguments.late_keys == "host" else int(arguments.late_keys), 20, arguments.commit
+            )
+        )
         return report(records, gpu.LATE_COLUMNS, arguments.results and arguments.results / "cp_gpu.jsonl")
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.plans or Path(temporary)).resolve()

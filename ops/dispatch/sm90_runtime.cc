@@ -52,6 +52,13 @@ int32_t word_done(const char* function, StreamWord call, void* stream, void* wor
 
 }  // namespace
 
+int32_t fm3_sm90_device_name(char* name, int64_t bytes) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetPCIBusId(name, static_cast<int>(bytes), device);
+  return done("fm3_sm90_device_name", error);
+}
+
 int32_t fm3_sm90_malloc(int64_t bytes, void** pointer) {
   return done("fm3_sm90_malloc", cudaMalloc(pointer, static_cast<size_t>(bytes)));
 }

@@ -81,6 +81,10 @@ class ReadyRows:
 class Device(Protocol):
     """See the module. Addresses that calls take must stay valid until the stream has passed them."""
 
+    def name(self) -> str:
+        """Which GPU of the machine this is."""
+        ...
+
     def malloc(self, num_bytes: int) -> int: ...
     def free(self, address: int) -> None: ...
     def upload(self, array: NDArray[Any]) -> int:
@@ -153,6 +157,11 @@ class Sm90Device:
         out = ctypes.c_void_p()
         self._call(name, *arguments, ctypes.byref(out))
         return out.value or 0
+
+    def name(self) -> str:
+        text = ctypes.create_string_buffer(64)
+        self._call("device_name", text, len(text))
+        return text.value.decode()
 
     # --- memory ----------------------------------------------------------------------------------
 

@@ -36,6 +36,8 @@ _FAR = 1 << 30  # a released word is so far ahead that no wait to come is behind
 class IpcTransport(DeviceTransport):
     """See the module.
 
+    `raises_words` unless ranks share a GPU.
+
     Args:
         device: of this rank; several ranks may share one GPU.
         exchange: hands this rank's small record to all ranks and returns everyone's, by rank. Collective.
@@ -44,8 +46,6 @@ class IpcTransport(DeviceTransport):
     Raises:
         TransportError: the ranks are on several machines, or a rank cannot map the page.
     """
-
-    raises_words = True
 
     def __init__(self, device: Device, rank: int, num_ranks: int, exchange: ExchangeRecords, timeout_s: float) -> None:
         super().__init__(rank, num_ranks)
@@ -71,7 +71,10 @@ class IpcTransport(DeviceTransport):
         machine = f"{platform.node()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
         namespace = os.readlink("/proc/self/ns/pid")
         path = str(page.path) if page is not None else None
-        records = self._exchange({"path": path, "machine": machine, "pids": namespace})
+        records = self._exchange({"path": path, "machine": machine, "pids": namespace, "gpu": self._device.name()})
+        # Copies inside one GPU are kernels, whatever is asked for (seen on an H200): a kernel that holds all
+        # multiprocessors and waits for rows would wait for ever.
+        self.raises_words = len({record["gpu"] for record in records}) == self.num_ranks
         error = None
         if len({(r["machine"], r["pids"]) for r in records}) > 1:
             error = "peer copies work inside one machine and one container; these ranks are in several: use NCCL"

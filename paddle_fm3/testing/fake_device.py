@@ -149,7 +149,11 @@ class FakeDevice:
     def __init__(self, world: FakeWorld) -> None:
         self.world = world
         self.num_copied_bytes = 0
+        self.gpu = f"model {id(self)}"
         self.num_reserved_sms = 0
+
+    def name(self) -> str:
+        return self.gpu
 
     # --- memory ----------------------------------------------------------------------------------
 

@@ -33,14 +33,14 @@ def tile_order(schedule: torch.Tensor, mask: GpuMask) -> list[int]:
 
 
 class MemoryOwner:
-    """Another process with GPU memory that this one maps, as it maps that of the other ranks. Copies out of it are made
-    by copy engines; copies inside one process and one GPU are kernels, whatever is asked for (seen on an H200).
+    """Another process with memory on another GPU that this one maps, as it maps that of the other ranks. On the same
+    GPU it would not do: copies inside one GPU are kernels, whatever is asked for (seen on an H200).
 
     Args:
         device_idx: GPU of the memory.
     """
 
-    def __init__(self, device: Sm90Device, num_bytes: int, device_idx: int = 0) -> None:
+    def __init__(self, device: Sm90Device, num_bytes: int, device_idx: int) -> None:
         code = (
             "import sys; from paddle_fm3._native import sm90_library\n"
             "from paddle_fm3.distributed.device import Sm90Device\n"
@@ -61,11 +61,16 @@ class MemoryOwner:
 
 
 class LateKeys:
-    """One forward whose keys [num_local, s_k) are copied into place by copy engines, on a stream of their own."""
+    """One forward whose keys [num_local, s_k) are copied into place by copy engines, on a stream of their own.
+
+    Args:
+        source_device_idx: the GPU they come from, another one; None: host memory.
+    """
 
     def __init__(
-        self, device: Sm90Device, case: AttentionCase, num_local: int, num_pieces: int, source_device_idx: int = 0
-    ) -> None:
+        self, device: Sm90Device, case: AttentionCase, num_local: int, num_pieces: int,
+        source_device_idx: int | None = None,
+    ) -> None:  # fmt: skip
         self.device, self._num_local = device, num_local
         self.mask = GpuMask.of(case)
         generator = torch.Generator("cuda").manual_seed(1)
@@ -87,11 +92,16 @@ class LateKeys:
         torch.cuda.synchronize()
         self._params = sm90.forward_params(self.q, self.k, self.v, self.mask, self.out, self.lse, schedule=schedule)
         self._keep = (schedule, sm90.prepare(self._params))
-        self._owner = MemoryOwner(device, self.k.nbytes + self.v.nbytes, source_device_idx)
-        sources = self._owner.address, self._owner.address + self.k.nbytes
-        copies = [(sources[0], self.k.data_ptr(), self.k.nbytes), (sources[1], self.v.data_ptr(), self.v.nbytes)]
-        device.copy(device.copies(copies), self.copy_stream.cuda_stream)
-        torch.cuda.synchronize()
+        self._owner: MemoryOwner | None = None
+        if source_device_idx is None:
+            self._host = [x.cpu().pin_memory() for x in (self.k, self.v)]
+            sources = tuple(x.data_ptr() for x in self._host)
+        else:
+            self._owner = MemoryOwner(device, self.k.nbytes + self.v.nbytes, source_device_idx)
+            sources = self._owner.address, self._owner.address + self.k.nbytes
+            copies = [(sources[0], self.k.data_ptr(), self.k.nbytes), (sources[1], self.v.data_ptr(), self.v.nbytes)]
+            device.copy(device.copies(copies), self.copy_stream.cuda_stream)
+            torch.cuda.synchronize()
         cuts = np.linspace(num_local, case.s_k, num_pieces + 1).astype(int).tolist()
         self._pieces = []
         for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
@@ -104,7 +114,8 @@ class LateKeys:
             self._pieces.append((device.copies(copies), end))
 
     def close(self) -> None:
-        self._owner.close()
+        if self._owner is not None:
+            self._owner.close()
 
     @property
     def status(self) -> int:

@@ -132,6 +132,20 @@ def test_a_transport_without_words_says_so() -> None:
         Silent(0, 2).post(Batch("rows"), 1, word=(0, 1))
 
 
+def test_ranks_that_share_a_gpu_cannot_let_a_kernel_wait() -> None:
+    world, exchanger = FakeWorld(0), Exchanger(3)
+
+    def make(rank: int) -> bool:
+        device = world.rank_device()
+        device.gpu = ("0000:01", "0000:02", "0000:01")[rank]
+        transport = IpcTransport(device, rank, 3, exchanger.of(rank), 20.0)
+        raises_words = transport.raises_words
+        transport.close()
+        return raises_words
+
+    assert on_ranks(3, make) == [False] * 3
+
+
 def test_a_transport_serves_one_executor(pair: Pair) -> None:
     device = pair.world.rank_device()
     DeviceAttention(device, pair.transports[0])

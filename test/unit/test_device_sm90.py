@@ -63,7 +63,7 @@ def library() -> StubLibrary:
 
 def test_every_method_reaches_its_function(library: StubLibrary) -> None:
     device: Device = Sm90Device(library)  # type: ignore[arg-type]
-    assert device.malloc(10) == 4096
+    assert device.malloc(10) == 4096 and device.name() == ""
     assert device.upload(np.arange(5, dtype=np.int32)) == 4096
     assert device.upload(np.empty(0, np.int32)) == 4096
     assert device.host_register(4096, 100) == 4096

@@ -181,7 +181,7 @@ LATE_CASES = (("32k_causal_document", "32/4"), ("32k_document", "64/8"), ("32k_c
 LATE_COLUMNS = ("impl", "case", "heads", "plain_ms", "ready_ms", "late_ms", "speed_ready", "speed_late", "refcheck")
 
 
-def late_key_records(device_idx: int, repeats: int, commit: str | None) -> Iterator[dict[str, Any]]:
+def late_key_records(device_idx: int | None, repeats: int, commit: str | None) -> Iterator[dict[str, Any]]:
     """One forward in one process whose last half of the keys comes by copy engines while it runs: its speed as a
     fraction of that with all keys in place, without (`plain`) and with (`ready`) the kernel looking at the word."""
     import torch
@@ -208,7 +208,7 @@ def late_key_records(device_idx: int, repeats: int, commit: str | None) -> Itera
             times = late.time(repeats)
             yield bench.record(
                 identity, "cp_gpu", "late_keys", refcheck=is_right and late.status == 0, case=name, heads=heads,
-                source="same GPU, another process" if device_idx == 0 else f"GPU {device_idx}", repeats=repeats,
+                source="host memory" if device_idx is None else f"GPU {device_idx}", repeats=repeats,
                 mb_copied=round(sum(x[:, case.s_k // 2 :].nbytes for x in (late.k, late.v)) / 1e6, 2),
                 **{f"{key}_ms": round(ms, 4) for key, ms in times.items()},
                 speed_ready=round(times["plain"] / times["ready"], 4),

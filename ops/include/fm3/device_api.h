@@ -24,6 +24,9 @@ FM3_EXPORT int32_t fm3_sm90_order_local_first(const fm3::MaskView* mask, void* s
 // its own would wait for them. Launches of the calling thread leave `count` free from now on; 0: none.
 FM3_EXPORT int32_t fm3_sm90_reserve_sms(int32_t count);
 
+// Name of the current device among all of the machine, as text with a 0 at its end.
+FM3_EXPORT int32_t fm3_sm90_device_name(char* name, int64_t bytes);
+
 // --- Memory --------------------------------------------------------------------------------------
 FM3_EXPORT int32_t fm3_sm90_malloc(int64_t bytes, void** pointer);
 FM3_EXPORT int32_t fm3_sm90_free(void* pointer);
