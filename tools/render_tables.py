@@ -75,6 +75,12 @@ TABLES = {
         "Instances worse than the best found / largest gap to it",
         "tools/bench_planner.py balance --results results",
     ),
+    "fidelity": Table(
+        "fidelity_cpu.jsonl", "training", ("arm", "noise_between_seeds"), ("seed",),
+        "{loss_final:.5f} ({final_gap:+.5f}; steps 1 to 20: {early_gap:.0e})",
+        "Final loss by seed (minus that of dense; largest relative difference of an early step)",
+        "tools/loss_fidelity.py --json results/fidelity_cpu.jsonl --picture docs/fidelity.png",
+    ),
     "training": Table(
         "training_cpu.jsonl", "training", ("config",), ("cp",),
         "{loss_first:.4f} → {loss_last:.4f}, {tokens_per_s:.0f} tokens/s",
