@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of test_paddlenlp_config.py: trains from what `python -m paddle_fm3 config NAME --write FOLDER` wrote.
 
-Usage: paddlenlp_config_worker.py FOLDER. FOLDER also holds data.json: packs of document lengths, and the kind of mask.
+Usage: paddlenlp_config_worker.py FOLDER [CHECKPOINT]. FOLDER also holds data.json, document lengths of a pack.
 Writes the losses to FOLDER/losses_rank<R>.json.
 """
 
@@ -55,13 +55,14 @@ def main() -> None:
     logger.set_level("ERROR")
     (arguments,) = PdArgumentParser((FlashMask3TrainingArguments,)).parse_json_file(str(folder / "trainer.json"))
     config = Qwen2MoeConfig(**json.loads((folder / "model.json").read_text()))
-    paddle.seed(1)
+    checkpoint = sys.argv[2] if len(sys.argv) > 2 else None
+    paddle.seed(1 if checkpoint is None else 2)
     Recording(
         model=Qwen2MoeForCausalLM(config),
         args=arguments,
         train_dataset=Packs(json.loads((folder / "data.json").read_text()), config.vocab_size),
         data_collator=PackedCollator(config.seq_length, masks=arguments.layer_masks()),
-    ).train()
+    ).train(resume_from_checkpoint=checkpoint)
     result = {"losses": Recording.losses, "mask": arguments.mask_kind, "strategy": arguments.cp_strategy}
     (folder / f"losses_rank{dist.get_rank()}.json").write_text(json.dumps(result))
 

@@ -34,7 +34,14 @@ TINY_MODEL = {
     "max_position_embeddings": S,
 }
 # Everything else stays as shipped: mask, strategy, schedule, recompute, master gradients ...
-TINY_TRAINING = {"device": "cpu", "bf16": False, "max_steps": 2, "learning_rate": 1e-3, "warmup_steps": 0}
+TINY_TRAINING = {
+    "device": "cpu",
+    "bf16": False,
+    "max_steps": 3,
+    "learning_rate": 1e-2,
+    "warmup_steps": 0,
+    "save_steps": 1,
+}
 
 
 def made_tiny(name: str, num_ranks: int) -> dict[str, Any]:
@@ -50,6 +57,13 @@ def made_tiny(name: str, num_ranks: int) -> dict[str, Any]:
     return content
 
 
+def trained(folder: Path, num_ranks: int, work_dir: Path, *checkpoint: str) -> list[dict[str, Any]]:
+    """What each rank reports."""
+    result = launch(WORKER, [str(folder), *checkpoint], num_ranks, work_dir, timeout_s=240)
+    assert result.exit_code == 0, result.tail()
+    return [json.loads((folder / f"losses_rank{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
 @pytest.mark.parametrize("name", sorted(DOCUMENTS))
 def test_a_shipped_config_trains_with_tiny_sizes(name: str, tmp_path: Path) -> None:
     num_ranks = 4 if "118b" in name else 2  # the 118B layout: replicas, sharded states and split experts
@@ -58,11 +72,14 @@ def test_a_shipped_config_trains_with_tiny_sizes(name: str, tmp_path: Path) -> N
     folder = tmp_path / "run"
     assert main(["config", str(config), "--write", str(folder)]) == 0
     (folder / "data.json").write_text(json.dumps(DOCUMENTS[name]))
-    result = launch(WORKER, [str(folder)], num_ranks, tmp_path, timeout_s=240)
-    assert result.exit_code == 0, result.tail()
-    ranks = [json.loads((folder / f"losses_rank{rank}.json").read_text()) for rank in range(num_ranks)]
+    ranks = trained(folder, num_ranks, tmp_path)
     for first in range(0, num_ranks, 2):
         assert ranks[first] == ranks[first + 1]  # both ranks of a sequence report the loss over all its tokens
-        assert len(ranks[first]["losses"]) == 2 and all(2 < loss < 8 for loss in ranks[first]["losses"])
+        assert len(ranks[first]["losses"]) == 3 and all(2 < loss < 8 for loss in ranks[first]["losses"])
+    if num_ranks == 4:
+        resumed = trained(folder, num_ranks, tmp_path, str(folder / "output" / "checkpoint-1"))
+        assert len(resumed[0]["losses"]) == 2
+        for first, again in zip(ranks, resumed, strict=True):
+            assert again["losses"] == pytest.approx(first["losses"][1:], rel=1e-6)
     expected = "share_question" if "dpo" in name else "causal_document"
     assert (ranks[0]["mask"], ranks[0]["strategy"]) == (expected, "fm3")
