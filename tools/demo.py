@@ -92,7 +92,8 @@ def run_demo(arguments: argparse.Namespace, run_dir: Path) -> int:
     )  # fmt: skip
     statistics = report.mask_statistics(packs, s, arguments.strategy, arguments.ranks)
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_inputs(arguments, run_dir, packs, tokenizer.vocab_size)
+    is_compared = arguments.ranks > 1 and not arguments.no_compare
+    write_inputs(arguments, run_dir, packs, tokenizer.vocab_size, hands_over_weights=is_compared)
     command = "python tools/demo.py " + shlex.join(repeat_arguments(arguments, run_dir.name))
     (run_dir / "command.txt").write_text(command + "\n")
     print(
@@ -103,7 +104,7 @@ def run_demo(arguments: argparse.Namespace, run_dir: Path) -> int:
 
     metrics = train(run_dir, arguments.ranks, arguments.steps)
     single = None
-    if arguments.ranks > 1 and not arguments.no_compare:
+    if is_compared:
         single = train(run_dir, 1, arguments.steps)
         shutil.rmtree(run_dir / "weights", ignore_errors=True)
     return finish(arguments, run_dir, packs, statistics, metrics, single, command)
@@ -124,7 +125,14 @@ def repeat_arguments(arguments: argparse.Namespace, run_name: str) -> list[str]:
     return options
 
 
-def write_inputs(arguments: argparse.Namespace, run_dir: Path, packs: list[list[list[int]]], vocab_size: int) -> None:
+def write_inputs(
+    arguments: argparse.Namespace,
+    run_dir: Path,
+    packs: list[list[list[int]]],
+    vocab_size: int,
+    *,
+    hands_over_weights: bool = False,
+) -> None:
     """config.json and packs.npz: all that a training process reads."""
     sequence_lengths = [sum(map(len, pack)) for pack in packs]
     document_lengths = [len(document) for pack in packs for document in pack]
@@ -148,7 +156,7 @@ def write_inputs(arguments: argparse.Namespace, run_dir: Path, packs: list[list[
         "learning_rate": arguments.learning_rate,
         "strategy": arguments.strategy,
         "seed": arguments.seed,
-        "hands_over_weights": arguments.ranks > 1 and not arguments.no_compare,
+        "hands_over_weights": hands_over_weights,
     }
     (run_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
