@@ -18,11 +18,13 @@ from paddle.autograd import PyLayer
 from paddle_fm3 import _native, _paddle, env
 from paddle_fm3.distributed import agreement, planned
 from paddle_fm3.distributed.comm import CommError, Communicator, communicator_for
+from paddle_fm3.distributed.cost import CostModel
 from paddle_fm3.distributed.device import DTYPES, DeviceTensor, Sm90Device
 from paddle_fm3.distributed.device_bind import Heads, PreparedWork
 from paddle_fm3.distributed.device_execute import DeviceAttention
 from paddle_fm3.distributed.device_ipc import IpcTransport
 from paddle_fm3.distributed.device_nccl import NcclTransport
+from paddle_fm3.distributed.device_style import choose_bwd_style
 from paddle_fm3.distributed.device_transport import DeviceTransport
 from paddle_fm3.distributed.device_work import DeviceWork
 from paddle_fm3.distributed.prepared import PreparedCache
@@ -92,7 +94,10 @@ def planned_attention_on_gpu(
     if found is None:
         plan, mask = planned.agree(_checked(describe(), q), communicator, bounds, block_mask, choice)
         rank_plan = plan.rank_plan(0 if communicator is None else communicator.rank, mask)
-        work = DeviceWork.of(plan, rank_plan, is_wire_float32=reduce_dtype == "float32")
+        cost = CostModel(h_q=q.shape[2], h_kv=k.shape[2], d=q.shape[3])
+        work = DeviceWork.of(
+            plan, rank_plan, is_wire_float32=reduce_dtype == "float32", bwd_style=choose_bwd_style(plan, cost)
+        )
         found = attention.prepare(work), block_mask
         for evicted, _ in _cache.put(bounds, key, found):
             attention.discard(evicted)

@@ -18,8 +18,9 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What table 5 varies, on our transport. A ring computes step by step, as rings do.
-IMPLS = ("fm3", "fm3_no_balance", "fm3_no_overlap", "fm3_no_pruning", "fm3_no_hierarchy",
+# What table 5 varies, on our transport. A ring computes step by step, as rings do. "+plan": the backward in all of the
+# plan's steps, whatever they cost.
+IMPLS = ("fm3", "fm3+plan", "fm3_no_balance", "fm3_no_overlap", "fm3_no_pruning", "fm3_no_hierarchy",
          "dual_chunk_allgather", "contiguous_allgather", "ring")  # fmt: skip
 MASKS = ("causal_document", "document", "prefix_document")
 HEADS = {"8/1": (8, 1), "32/4": (32, 4), "64/8": (64, 8)}
@@ -39,6 +40,11 @@ class Case:
     heads: str
     mask: str
     seed: int = 0
+
+    @property
+    def bwd_style(self) -> str | None:
+        """After a "+" in impl: how backward calls are grouped, where not as `choose_bwd_style` says."""
+        return self.impl.partition("+")[2] or None
 
     @property
     def s(self) -> int:
@@ -91,6 +97,7 @@ def sample(kind: str, s: int, seed: int) -> Any:
 def make_plans(cases: list[Case], folder: Path, calls: dict[int, int], loops: int, devices: list[int]) -> None:
     """Writes what the ranks' processes read: their work, their rows, the masks, and the list of jobs."""
     from paddle_fm3.distributed.cost import CostModel
+    from paddle_fm3.distributed.device_style import choose_bwd_style
     from paddle_fm3.distributed.device_work import DeviceWork
     from paddle_fm3.distributed.planner import build_plan
     from paddle_fm3.distributed.topology import Topology
@@ -109,10 +116,13 @@ def make_plans(cases: list[Case], folder: Path, calls: dict[int, int], loops: in
             flops_of[case.mask_name] = 4 * tiles * 128 * 128 * HEAD_DIM
         topology = Topology.uniform(case.num_ranks, case.num_ranks // case.num_nodes)
         cost = CostModel(h_q=h_q, h_kv=h_kv, d=HEAD_DIM)
-        plan = build_plan(mask, case.num_ranks, topology=topology, strategy=case.impl, cost=cost)
+        strategy = case.impl.partition("+")[0]
+        plan = build_plan(mask, case.num_ranks, topology=topology, strategy=strategy, cost=cost)
+        style = case.bwd_style or choose_bwd_style(plan, cost)
         for rank in range(case.num_ranks):
             rank_plan = plan.rank_plan(rank, mask)
-            save_work(DeviceWork.of(plan, rank_plan), folder / f"{case.name}_rank{rank}.npz")
+            work = DeviceWork.of(plan, rank_plan, bwd_style=style)
+            save_work(work, folder / f"{case.name}_rank{rank}.npz")
             np.save(folder / f"{case.name}_rank{rank}_rows.npy", rank_plan.key_rows_global()[: rank_plan.num_q_rows])
         jobs.append({
             "kind": "time", "name": case.name, "num_ranks": case.num_ranks, "work": case.name, "s": case.s,
@@ -121,7 +131,7 @@ def make_plans(cases: list[Case], folder: Path, calls: dict[int, int], loops: in
             "options": {"num_step_streams": 2},
             "fields": {
                 "impl": case.impl, "ranks": case.num_ranks, "s_local": case.s_local, "heads": case.heads,
-                "mask": case.mask, "stages": plan.num_stages, "nodes": case.num_nodes,
+                "mask": case.mask, "bwd_style": style, "stages": plan.num_stages, "nodes": case.num_nodes,
                 "imbalance": round(plan.imbalance, 5), "gflop_fwd": h_q * flops_of[case.mask_name] / 1e9,
             },
         })  # fmt: skip
