@@ -16,6 +16,8 @@ nothing else would end it.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import mmap
 import os
 import sys
@@ -36,7 +38,9 @@ POLL_S = 0.05
 SAY_AFTER_S = 0.5  # for the program to meet the error by itself, and say it
 EXIT_GRACE_S = 5.0  # for the program to end by itself
 EXIT_STATUS = 70
-_ALIVE_PHASE = 0xFFFFFFFF  # of a message that no rank ever sends: that it cannot come any more is the news
+GOODBYE_PHASE = (
+    0xFFFFFFFF  # of what a rank sends when it ends in order; a connection that ends without it was lost
+)
 
 
 class NcclTransport(DeviceTransport):
@@ -70,7 +74,8 @@ class NcclTransport(DeviceTransport):
         self._was_raised = False
         for peer in range(self.num_ranks):
             if peer != self.rank:
-                control.post_recv(peer, _ALIVE_PHASE, 0, [memoryview(bytearray(1))], lambda _: None)
+                control.post_recv(peer, GOODBYE_PHASE, 0, [memoryview(bytearray(1))], lambda _: None)
+        atexit.register(self._say_goodbye)
         # The group's communicator is made by its first collective; inside a batch that would hang.
         paddle.distributed.stream.all_reduce(paddle.to_tensor(np.zeros(1, np.float32)), group=group)
         threading.Thread(target=self._watch, name=f"paddle_fm3-nccl-watch-{self.rank}", daemon=True).start()
@@ -121,6 +126,16 @@ class NcclTransport(DeviceTransport):
                 raise TransportError("this Paddle copies where it slices; FLAGS_use_stride_kernel must be on")
             self._slices[key] = part
         return part
+
+    def _say_goodbye(self) -> None:
+        if getattr(sys, "last_type", None) is not None or self._control.failure is not None:
+            return  # an error ends the process
+        left: list[float] = []
+        peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
+        for peer in peers:
+            self._control.post_send(peer, GOODBYE_PHASE, 0, [memoryview(b"x")], left.append)
+        with contextlib.suppress(TransportError):
+            self._control.wait_until(lambda: len(left) == len(peers), 1.0)
 
     # --- watchdog thread -------------------------------------------------------------------------
 

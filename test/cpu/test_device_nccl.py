@@ -181,6 +181,18 @@ HELD = """
         transport.check()
         print("alive", flush=True)
         sys.exit(0)
+    if how in ("left", "died"):
+        if how == "left":
+            other.post_send(0, device_nccl.GOODBYE_PHASE, 0, [memoryview(b"x")], lambda _: None)
+            time.sleep(0.5)
+        other._peers[0].connection.shutdown(2)  # as the end of its process does
+        time.sleep(0.5)
+        try:
+            transport.check()
+            print("alive", flush=True)
+        except TransportError as error:
+            print("raised", error, flush=True)
+        sys.exit(0)
     transport.post(Batch("rows stage 1", recvs=(piece,)), stream)
     if how == "closed":
         other.fail("rank 1 stopped: boom")
@@ -209,6 +221,8 @@ HELD = """
             "(dead or stalled)\n",
         ),
         ("all done", 0, "alive\n", ""),
+        ("left", 0, "alive\n", ""),
+        ("died", 0, "raised rank 0 lost rank 1: it closed its connection (dead, or it gave up; see its own message)\n", ""),
     ],
 )  # fmt: skip
 def test_a_held_process_says_why_and_ends(how: str, status: int, out: str, err: str) -> None:
