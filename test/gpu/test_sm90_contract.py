@@ -97,42 +97,66 @@ def test_one_schedule_serves_both_directions(sm90: Sm90, backend: Sm90Backward, 
     assert_same_bits(kind, own, given)
 
 
-def hidden_keys_case(d: int) -> tuple[AttentionCase, list[int]]:
-    """Causal documents; the listed keys are hidden from every row, in the middle of tiles that rows do see."""
-    s, hidden = 500, [3, 130, 131, 299, 480]
+# Keys hidden from every row: alone inside tiles that rows do see, and so many together that whole tiles are never read.
+HIDDEN_KEYS = {"inside_tiles": [3, 130, 131, 299, 480], "whole_tiles": list(range(256, 768))}
+SPOILT_KEYS = HIDDEN_KEYS | {"whole_tiles": list(range(352, 640))}  # no other key shares a tile of up to 176 with these
+
+
+def hidden_keys_inputs(
+    d: int, where: str, tensor: str, bad: str
+) -> tuple[str, BackwardInputs, BackwardInputs, GpuMask]:
+    """Causal documents with hidden keys: (name, inputs, the same with `tensor` spoilt at hidden keys, mask)."""
+    s = 1024
     end = np.minimum((np.arange(s) // 250 + 1) * 250, s).astype(np.int32)
-    end[hidden] = 0
-    return AttentionCase(f"hidden_keys_d{d}", 2, s, s, 4, 2, d, d,
-                         build_mask=lambda: RawMask(np.tile(end[None, None, :, None], (2, 1, 1, 1)), True)), hidden  # fmt: skip
+    end[HIDDEN_KEYS[where]] = 0
+    bounds = np.tile(end[None, None, :, None], (2, 1, 1, 1))
+    case = AttentionCase(f"hidden_keys_d{d}", 2, s, s, 4, 2, d, d, build_mask=lambda: RawMask(bounds, True))
+    inputs, mask = make_inputs(case, torch.bfloat16)
+    spoilt = replace(inputs, **{tensor: getattr(inputs, tensor).clone()})
+    getattr(spoilt, tensor)[:, SPOILT_KEYS[where]] = float(bad)
+    return case.name, inputs, spoilt, mask
 
 
 @pytest.mark.parametrize("bad", ["nan", "inf"])
 @pytest.mark.parametrize("tensor", ["k", "v"])
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_hidden_keys_and_values_that_are_not_finite(
-    sm90: Sm90, backend: Sm90Backward, d: int, tensor: str, bad: str
-) -> None:
+@pytest.mark.parametrize("where", HIDDEN_KEYS)
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+class TestHiddenKeysThatAreNotFinite:
     """Padding may hold anything: a hidden pair contributes nothing, whatever its numbers."""
-    case, hidden = hidden_keys_case(d)
-    inputs, mask = make_inputs(case, torch.bfloat16)
-    spoilt = replace(inputs, **{tensor: getattr(inputs, tensor).clone()})
-    getattr(spoilt, tensor)[:, hidden] = float(bad)
-    check_forward(case.name, inputs, mask, sm90.forward(spoilt.q, spoilt.k, spoilt.v, mask))
-    check_backward(case.name, inputs, mask, backend.backward(spoilt, mask))
+
+    def test_forward(self, sm90: Sm90, d: int, where: str, tensor: str, bad: str) -> None:
+        name, inputs, spoilt, mask = hidden_keys_inputs(d, where, tensor, bad)
+        check_forward(name, inputs, mask, sm90.forward(spoilt.q, spoilt.k, spoilt.v, mask))
+
+    def test_backward(self, backend: Sm90Backward, d: int, where: str, tensor: str, bad: str) -> None:
+        name, inputs, spoilt, mask = hidden_keys_inputs(d, where, tensor, bad)
+        check_backward(name, inputs, mask, backend.backward(spoilt, mask))
 
 
-@pytest.mark.parametrize("tensor", ["q", "dout", "dlse"])
-def test_hidden_rows_that_are_not_finite(sm90: Sm90, backend: Sm90Backward, tensor: str) -> None:
-    """A row that sees no key gives 0 and adds nothing, even if its query or gradient is NaN."""
+def hidden_rows_inputs(tensor: str) -> tuple[BackwardInputs, BackwardInputs, GpuMask]:
+    """Rows 130 to 169 see no key; (inputs, the same with `tensor` NaN there, mask)."""
     s, hidden = 400, slice(130, 170)
     bounds = np.broadcast_to(np.array([130, 170, 0, 0], np.int32), (1, 1, s, 4)).copy()
     case = AttentionCase("hidden_rows", 1, s, s, 2, 2, 128, 128, build_mask=lambda: RawMask(bounds, False))
     inputs, mask = make_inputs(case, torch.bfloat16)
     spoilt = replace(inputs, **{tensor: getattr(inputs, tensor).clone()})
-    rows = (slice(None), slice(None), hidden) if tensor == "dlse" else (slice(None), hidden)
-    getattr(spoilt, tensor)[rows] = float("nan")
-    check_forward(case.name, inputs, mask, sm90.forward(spoilt.q, spoilt.k, spoilt.v, mask))
-    check_backward(case.name, inputs, mask, backend.backward(spoilt, mask))
+    getattr(spoilt, tensor)[(slice(None), slice(None), hidden) if tensor == "dlse" else (slice(None), hidden)] = float(
+        "nan"
+    )
+    return inputs, spoilt, mask
+
+
+def test_hidden_rows_with_nan_queries(sm90: Sm90) -> None:
+    """A row that sees no key gives 0, even if its query is NaN."""
+    inputs, spoilt, mask = hidden_rows_inputs("q")
+    check_forward("hidden_rows", inputs, mask, sm90.forward(spoilt.q, spoilt.k, spoilt.v, mask))
+
+
+@pytest.mark.parametrize("tensor", ["q", "dout", "dlse"])
+def test_hidden_rows_with_nan_gradients(backend: Sm90Backward, tensor: str) -> None:
+    """A row that sees no key has gradient 0 and adds nothing, even if its query or its gradient is NaN."""
+    inputs, spoilt, mask = hidden_rows_inputs(tensor)
+    check_backward("hidden_rows", inputs, mask, backend.backward(spoilt, mask))
 
 
 def test_offsets_beyond_32_bits(sm90: Sm90, backend: Sm90Backward) -> None:
