@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +15,14 @@ from paddle.autograd import PyLayer
 from paddle_fm3.distributed import agreement
 from paddle_fm3.distributed.comm import Communicator, Pending
 from paddle_fm3.distributed.partition import LAYOUTS, Partition
-from paddle_fm3.distributed.prepared import PreparedCache, PreparedMask, digest_of, global_mask, prepare_mask
+from paddle_fm3.distributed.prepared import (
+    PreparedCache,
+    PreparedMask,
+    check_unwritten,
+    digest_of,
+    global_mask,
+    prepare_mask,
+)
 from paddle_fm3.distributed.shard import assemble_rows, pad_rows, rows_by_rank
 
 _cache: PreparedCache[PreparedMask] = PreparedCache()
@@ -53,9 +61,9 @@ def collective_attention(
         if block_mask is None:
             _cache.put(bounds, key, prepared)
 
-    k_global, v_global = _GatherKeysValues.apply(k, v, prepared.partition, communicator, reduce_dtype)
-    kept = nullcontext() if keep_gathered else _Regathered(k, v, k_global, v_global, prepared.partition, communicator)
-    with kept:
+    again = None if keep_gathered else _Regathered(k, v, prepared.partition, communicator)
+    k_global, v_global = _GatherKeysValues.apply(k, v, prepared.partition, communicator, reduce_dtype, again)
+    with nullcontext() if again is None else again.hooks(k_global, v_global):
         return flashmask_attention(
             q, k_global, v_global, prepared.bounds_local, causal=False, block_mask=prepared.block_mask_local,
             return_softmax_lse=True, **options,
@@ -114,7 +122,9 @@ class _GatherKeysValues(PyLayer):
         partition: Partition,
         communicator: Communicator,
         reduce_dtype: str,
+        again: _Regathered | None,
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
+        ctx.again = again  # lives as long as the graph does
         ctx.partition, ctx.communicator, ctx.reduce_dtype = partition, communicator, reduce_dtype
         ctx.is_wanted = (not k.stop_gradient, not v.stop_gradient)
         pending = [_post_gather(x, name, partition, communicator) for name, x in (("K", k), ("V", v))]
@@ -138,35 +148,41 @@ class _GatherKeysValues(PyLayer):
 
 
 class _Regathered:
-    """While it is entered, an operator that saves the gathered K or V for backward saves how to gather it again.
+    """What an operator saves for backward, but for the gathered K and V, which are gathered once more.
 
-    Both are gathered when backward asks for the first of them, so every rank's collectives keep one order.
+    NOTE: in Paddle 3.3.1 what a pack hook returns is never freed if backward does not run, nor is the unpack hook. So
+    these hold a number and a weak reference, and this object belongs to the graph, as the context of the gather.
     """
 
-    def __init__(
-        self, k: paddle.Tensor, v: paddle.Tensor, k_global: paddle.Tensor, v_global: paddle.Tensor,
-        partition: Partition, communicator: Communicator,
-    ) -> None:  # fmt: skip
-        self._addresses = [(x.data_ptr(), x.shape) for x in (k_global, v_global)]
+    def __init__(self, k: paddle.Tensor, v: paddle.Tensor, partition: Partition, communicator: Communicator) -> None:
         self._local = [x.detach() for x in (k, v)]  # [b, s_local, h_kv, d]
+        self._has_graph = not (k.stop_gradient and v.stop_gradient)
         self._partition, self._communicator = partition, communicator
         self._pending: dict[int, Pending] = {}
-        self._hooks = paddle.autograd.saved_tensors_hooks(self._pack, self._unpack)
+        self._saved: list[tuple[paddle.Tensor, int]] = []  # whatever is neither K nor V, and its write count
 
-    def __enter__(self) -> None:
-        self._hooks.__enter__()
+    def hooks(self, k_global: paddle.Tensor, v_global: paddle.Tensor) -> Any:
+        """A context in which an operator's saved tensors come here. K is number 0, V number 1."""
+        places = [(x.data_ptr(), x.shape) for x in (k_global, v_global)]
+        owner = weakref.ref(self) if self._has_graph else lambda: self  # no graph keeps it for the gradient of q
 
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.__exit__(*error)
+        def pack(x: paddle.Tensor) -> int:
+            place = (x.data_ptr(), x.shape)
+            return places.index(place) if place in places else owner()._keep(x)
 
-    def _pack(self, x: paddle.Tensor) -> paddle.Tensor | int:
-        place = (x.data_ptr(), x.shape)
-        return self._addresses.index(place) if place in self._addresses else x
+        return paddle.autograd.saved_tensors_hooks(pack, lambda number: owner()._give(number))
 
-    def _unpack(self, saved: paddle.Tensor | int) -> paddle.Tensor:
-        if not isinstance(saved, int):
-            return saved
-        if not self._pending:
+    def _keep(self, x: paddle.Tensor) -> int:
+        self._saved.append((x.detach(), x.inplace_version))
+        return len(self._saved) + 1
+
+    def _give(self, number: int) -> paddle.Tensor:
+        if number > 1:
+            x, version = self._saved[number - 2]
+            check_unwritten(f"a saved tensor of shape {list(x.shape)}", x, version)
+            return x
+        # Both are gathered when backward asks for the first of them: every rank's collectives keep one order.
+        if number not in self._pending:
             for at, (name, x) in enumerate(zip("KV", self._local, strict=True)):
                 self._pending[at] = _post_gather(x, f"{name} again", self._partition, self._communicator)
-        return assemble_rows(self._pending.pop(saved).wait(), self._partition)  # [b, s, h_kv, d]
+        return assemble_rows(self._pending.pop(number).wait(), self._partition)  # [b, s, h_kv, d]

@@ -20,7 +20,7 @@ from paddle_fm3.distributed.execute import Forwarded, RankRun, RankWork
 from paddle_fm3.distributed.partition import Partition
 from paddle_fm3.distributed.plan import CpPlan, mask_digest
 from paddle_fm3.distributed.planner import DEFAULT_OPTIONS, PlanOptions
-from paddle_fm3.distributed.prepared import CACHE_ENTRIES, global_mask
+from paddle_fm3.distributed.prepared import CACHE_ENTRIES, check_unwritten, global_mask
 from paddle_fm3.distributed.strategy import FM3, Strategy
 from paddle_fm3.distributed.topology import Topology
 from paddle_fm3.distributed.trace import Trace
@@ -231,7 +231,8 @@ class _PlannedAttention(PyLayer):
     def backward(ctx: Any, dout: paddle.Tensor, dlse: paddle.Tensor) -> tuple[paddle.Tensor | None, ...]:
         saved: Forwarded = ctx.saved
         dtype = dout.dtype
-        _guarded(ctx.run, _check_unwritten, ctx.lent)
+        for name, x, version in ctx.lent:
+            _guarded(ctx.run, check_unwritten, name, x, version)
         wire_dtype = np.dtype(np.float32) if ctx.reduce_dtype == "float32" else saved.k.dtype
         given = [dout.detach().contiguous(), dlse.astype("float32").contiguous()]
         grads = _guarded(ctx.run, ctx.run.backward, saved, *map(cpu_rows.view_of, given), wire_dtype)
@@ -239,15 +240,6 @@ class _PlannedAttention(PyLayer):
             _tensor_of(cpu_rows.from_float32(grad, saved.q.dtype), dtype) if is_wanted else None
             for grad, is_wanted in zip(grads, ctx.is_wanted, strict=True)
         )
-
-
-def _check_unwritten(lent: list[tuple[str, paddle.Tensor, int]]) -> None:
-    for name, x, version in lent:
-        if x.inplace_version != version:
-            raise ValueError(
-                f"flashmask_cp_attention: {name} was written to in place between forward and backward (write count "
-                f"{version} then, {x.inplace_version} now); backward needs what it held"
-            )
 
 
 def _guarded(run: RankRun, action: Any, *arguments: Any) -> Any:

@@ -89,6 +89,15 @@ def content_digest(bounds: paddle.Tensor | None, causal: bool, block_mask: paddl
     return digest_of(*(None if x is None else x.numpy() for x in (bounds, block_mask)), causal)
 
 
+def check_unwritten(name: str, x: paddle.Tensor, version: int) -> None:
+    """Raises ValueError if the tensor, lent to backward, was written to since it had this inplace_version."""
+    if x.inplace_version != version:
+        raise ValueError(
+            f"flashmask_cp_attention: {name} was written to in place between forward and backward (write count "
+            f"{version} then, {x.inplace_version} now); backward needs what it held"
+        )
+
+
 def state_of(tensor: paddle.Tensor) -> tuple[int, str | None]:
     """Changes when the tensor is written to; on a GPU not for writes by ``set_value`` and ``copy_``.
 

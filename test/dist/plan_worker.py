@@ -6,9 +6,7 @@ Usage: plan_worker.py OUTPUT_DIR
 
 from __future__ import annotations
 
-import gc
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -18,7 +16,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 from plan_cases import CASES, NODES, PlanCase, case_indices
-from rank_inputs import TIMEOUT_S, RankInputs, start
+from rank_inputs import TIMEOUT_S, RankInputs, growth_bytes, start
 
 from paddle_fm3.distributed import groups
 from paddle_fm3.distributed.attention import flashmask_cp_attention
@@ -85,22 +83,6 @@ def overlap(strategy: str, group: object) -> list[float]:
     return overlaps
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def growth_bytes(group: object) -> int:
-    """Memory that 100 further steps add after 20."""
-    before = 0
-    for step in range(120):
-        if step == 20:
-            gc.collect()
-            before = resident_bytes()
-        run_case(CASES[0], group)
-    gc.collect()
-    return resident_bytes() - before
-
-
 def main() -> None:
     output_dir = Path(sys.argv[1])
     group = start()
@@ -118,7 +100,11 @@ def main() -> None:
         grid_checks.check_gathered_again(group)
     if num_ranks == 2:
         found = {strategy: np.array(overlap(strategy, group)) for strategy in OVERLAP_STRATEGIES}
-        np.savez(output_dir / f"overlap_rank{rank}.npz", growth_bytes=growth_bytes(group), **found)
+        np.savez(
+            output_dir / f"overlap_rank{rank}.npz",
+            growth_bytes=growth_bytes(lambda: run_case(CASES[0], group)),
+            **found,
+        )
     if num_ranks == 4:
         errors = grid_checks.grid(group, Topology(NODES[4]))
         (output_dir / f"grid_rank{rank}.json").write_text(json.dumps(errors))

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +29,22 @@ def start() -> Any | None:
     groups.enable_gloo_subgroups()
     dist.init_parallel_env()
     return dist.new_group(list(range(dist.get_world_size())))
+
+
+def growth_bytes(step: Callable[[], Any]) -> int:
+    """Memory that 100 further steps add after 20."""
+    before = 0
+    for number in range(120):
+        if number == 20:
+            gc.collect()
+            before = _resident_bytes()
+        step()
+    gc.collect()
+    return _resident_bytes() - before
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass
