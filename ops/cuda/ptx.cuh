@@ -55,6 +55,26 @@ __device__ __forceinline__ void mbar_arrive_cluster(Barrier* barrier, uint32_t c
       "r"(cta_rank)
       : "memory");
 }
+// For shared memory of CTA `cta_rank` of the cluster: the shared::cluster address of what this CTA
+// has at `smem_address`.
+__device__ __forceinline__ uint32_t map_to_cta(uint32_t smem_address, uint32_t cta_rank) {
+  uint32_t mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(mapped)
+               : "r"(smem_address), "r"(cta_rank));
+  return mapped;
+}
+__device__ __forceinline__ void mbar_arrive_at(uint32_t cluster_address) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_address) : "memory");
+}
+// Stores 4 bytes in another CTA's shared memory and counts them at a barrier there.
+__device__ __forceinline__ void store_async_b32(uint32_t cluster_address, int32_t value,
+                                                uint32_t cluster_barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+                   cluster_address),
+               "r"(value), "r"(cluster_barrier)
+               : "memory");
+}
 __device__ __forceinline__ void mbar_arrive_expect_tx(Barrier* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(barrier)),
                "r"(bytes)
@@ -74,8 +94,9 @@ __device__ __forceinline__ bool mbar_try_wait(Barrier* barrier, uint32_t parity)
 // trap, so that a wrong schedule fails instead of holding the device.
 __device__ __forceinline__ void mbar_wait(Barrier* barrier, uint32_t parity) {
 #ifdef FM3_SPIN_LIMIT
-  for (int spins = 0; !mbar_try_wait(barrier, parity); ++spins) {
-    if (spins > FM3_SPIN_LIMIT) __trap();
+  const long long begin = clock64();
+  while (!mbar_try_wait(barrier, parity)) {
+    if (clock64() - begin > FM3_SPIN_LIMIT) __trap();
   }
 #else
   while (!mbar_try_wait(barrier, parity)) {
@@ -117,6 +138,14 @@ __device__ __forceinline__ void tma_load_4d(void* smem_dst, const CUtensorMap* m
       "l"(reinterpret_cast<uint64_t>(map)), "r"(smem_addr(barrier)), "r"(c0), "r"(c1), "r"(c2),
       "r"(c3), "l"(l2_policy)
       : "memory");
+}
+// Brings a box into L2 only.
+__device__ __forceinline__ void tma_prefetch_4d(const CUtensorMap* map, int32_t c0, int32_t c1,
+                                                int32_t c2, int32_t c3) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(
+                   reinterpret_cast<uint64_t>(map)),
+               "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
 }
 // The same box into the same offset of every CTA in `cta_mask`, each CTA's own barrier counting.
 __device__ __forceinline__ void tma_load_4d_multicast(void* smem_dst, const CUtensorMap* map,
@@ -198,6 +227,12 @@ __device__ __forceinline__ void cluster_sync() {
                    : "memory");
 }
 
+// The same without ordering memory: only that all have come here.
+__device__ __forceinline__ void cluster_sync_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::
+                   : "memory");
+}
+
 // --- Matrix moves ------------------------------------------------------------------------------
 __device__ __forceinline__ void stmatrix_x4(void* smem_dst, uint32_t r0, uint32_t r1, uint32_t r2,
                                             uint32_t r3) {
@@ -220,9 +255,22 @@ __device__ __forceinline__ void ldmatrix_x4(const void* smem_src, uint32_t (&r)[
                : "memory");
 }
 
-// D[16, 8] += A[16, 16] B[16, 8] by one warp, bf16 in, fp32 out; fragments as wgmma.cuh's, 16 rows.
-__device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4],
-                                                  uint32_t b0, uint32_t b1) {
+// D[16, 8] += A[16, 16] B[16, 8] by one warp, T in, fp32 out; fragments as wgmma.cuh's, 16 rows.
+template <class T>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1);
+template <>
+__device__ __forceinline__ void mma_m16n8k16<__half>(float (&d)[4], const uint32_t (&a)[4],
+                                                     uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7},"
+      " {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&d)[4], const uint32_t (&a)[4],
+                                                            uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7},"
       " {%8, %9}, {%0, %1, %2, %3};"
@@ -254,6 +302,22 @@ template <>
 __device__ __forceinline__ uint32_t pack2<__half>(float low, float high) {
   uint32_t r;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+// a b + c of the two T in a register.
+template <class T>
+__device__ __forceinline__ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c);
+template <>
+__device__ __forceinline__ uint32_t fma2<__nv_bfloat16>(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t r;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+template <>
+__device__ __forceinline__ uint32_t fma2<__half>(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t r;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
   return r;
 }
 

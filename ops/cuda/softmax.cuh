@@ -10,11 +10,15 @@ namespace fm3::sm90 {
 // exp2(scale * (score - m)) in range. So
 //   * m lags behind the maximum by up to 2^kSlackLog2 and O is rescaled only in the few steps where
 //     the maximum really grows (P stays below 256, fine for bf16 and fp16);
-//   * bf16, whose range is that of fp32, may skip the search for the maximum altogether
-//     (`exponentiate_as_is`): a quarter of the softmax's time. If the sums then show that a score
-//     was far above m, the caller computes the scores again and takes the first way.
+//   * once a row has an m, the search for the maximum may be left out (`exponentiate_as_is`): a
+//     quarter of the softmax's time. If the sums then show that a score was far above m, the caller
+//     computes the scores again and takes the first way.
 constexpr float kSlackLog2 = 8.0f;
-constexpr float kSumLimit = 1048576.0f;  // 2^20 for one thread's part of a row in one step
+// Of one thread's part of a row in one step, and so of each P: what T holds with room to spare.
+template <class T>
+constexpr float kSumLimit = 1048576.0f;
+template <>
+inline constexpr float kSumLimit<__half> = 32768.0f;
 
 class RowSoftmax {
  public:
@@ -71,12 +75,12 @@ class RowSoftmax {
   }
 
   // As `exponentiate` with m as it is. False (for the whole warp), with nothing updated and the
-  // scores lost, if a row's part exceeds kSumLimit or is NaN.
-  template <int kCount>
+  // scores lost, if a row's part exceeds kSumLimit<T> or is NaN.
+  template <class T, int kCount>
   __device__ __forceinline__ bool exponentiate_as_is(float (&scores)[kCount]) {
     float step_sum[2];
     exponentiate_rows(scores, step_sum);
-    const bool is_good = step_sum[0] <= kSumLimit && step_sum[1] <= kSumLimit;
+    const bool is_good = step_sum[0] <= kSumLimit<T> && step_sum[1] <= kSumLimit<T>;
     if (!__all_sync(0xFFFFFFFF, is_good)) return false;
     sum_[0] += step_sum[0];
     sum_[1] += step_sum[1];

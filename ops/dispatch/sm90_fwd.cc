@@ -63,9 +63,9 @@ std::string check_served(const FwdParams& params) {
            std::to_string(kMaxKeyCols);
   }
   const int64_t num_tiles = int64_t{shape.b} * shape.h_q * ((shape.s_q + kTileQ - 1) / kTileQ);
-  if (num_tiles > INT32_MAX / 2) {
+  if (num_tiles > INT32_MAX / 16) {
     return "b * h_q * ceil(s_q / 128)=" + std::to_string(num_tiles) +
-           "; sm90 serves fewer than 2^30";
+           "; sm90 serves fewer than 2^27";
   }
   return "";
 }
@@ -73,9 +73,17 @@ std::string check_served(const FwdParams& params) {
 // --- Workspace: [PPT counter | schedule, unless the caller brings one] ----------------------------
 constexpr int64_t kCounterBytes = 256;
 
+int64_t num_tiles(const Shape& shape) {
+  return int64_t{shape.b} * shape.h_q * ((shape.s_q + kTileQ - 1) / kTileQ);
+}
+// 16-row blocks of all tiles, one link each.
+int64_t revisit_bytes(const Shape& shape) {
+  return align_up(num_tiles(shape) * 8 * int64_t{sizeof(int32_t)}, 256);
+}
 int64_t workspace_bytes(const FwdParams& params) {
   if (is_empty(params.shape) || params.shape.s_k == 0 || params.shape.d_v == 0) return 0;
-  return kCounterBytes + (params.schedule == nullptr ? schedule_bytes(params.mask) : 0);
+  return kCounterBytes + revisit_bytes(params.shape) +
+         (params.schedule == nullptr ? schedule_bytes(params.mask) : 0);
 }
 
 // Query heads worked on side by side: as many as have their K and V in half of the 60 MB L2.
@@ -116,13 +124,16 @@ int32_t run(const FwdParams& params, cudaStream_t stream) {
   FwdArgs args{};
   std::string error = make_tensor_map(&args.map_q, "q", params.dtype, params.q, params.stride_q,
                                       shape.b, shape.s_q, shape.h_q, shape.d_qk, kRowsPerQBox);
-  if (error.empty()) {
-    error = make_tensor_map(&args.map_k, "k", params.dtype, params.k, params.stride_k, shape.b,
-                            shape.s_k, shape.h_kv, shape.d_qk, kernel.step_cols);
-  }
-  if (error.empty()) {
-    error = make_tensor_map(&args.map_v, "v", params.dtype, params.v, params.stride_v, shape.b,
-                            shape.s_k, shape.h_kv, shape.d_v, kernel.step_cols);
+  for (const bool is_pair : {false, true}) {
+    const int32_t rows = is_pair ? kernel.pair_step_cols : kernel.step_cols;
+    if (error.empty()) {
+      error = make_tensor_map(&args.map_k[is_pair], "k", params.dtype, params.k, params.stride_k,
+                              shape.b, shape.s_k, shape.h_kv, shape.d_qk, rows);
+    }
+    if (error.empty()) {
+      error = make_tensor_map(&args.map_v[is_pair], "v", params.dtype, params.v, params.stride_v,
+                              shape.b, shape.s_k, shape.h_kv, shape.d_v, rows);
+    }
   }
   if (error.empty()) {
     error =
@@ -133,7 +144,7 @@ int32_t run(const FwdParams& params, cudaStream_t stream) {
   void* schedule = const_cast<void*>(params.schedule);
   cudaError_t status = cudaMemsetAsync(workspace, 0, kCounterBytes, stream);
   if (status == cudaSuccess && schedule == nullptr) {
-    schedule = workspace + kCounterBytes;
+    schedule = workspace + kCounterBytes + revisit_bytes(shape);
     status = build_schedule(params.mask, schedule, stream);
   }
   if (status != cudaSuccess) return fail(Status::kBackendError, kName, cudaGetErrorString(status));
@@ -143,9 +154,13 @@ int32_t run(const FwdParams& params, cudaStream_t stream) {
   args.out = params.out;
   args.lse = params.lse;
   args.next_tile = reinterpret_cast<int32_t*>(workspace);
-  args.stride_out = params.stride_out;
+  args.revisit_next = reinterpret_cast<int32_t*>(workspace + kCounterBytes);
+  args.q = params.q, args.k = params.k, args.v = params.v;
+  args.stride_q = params.stride_q, args.stride_k = params.stride_k;
+  args.stride_v = params.stride_v, args.stride_out = params.stride_out;
   args.b = shape.b, args.s_q = shape.s_q, args.s_k = shape.s_k;
-  args.h_q = shape.h_q, args.h_kv = shape.h_kv, args.d_v = shape.d_v;
+  args.h_q = shape.h_q, args.h_kv = shape.h_kv;
+  args.d_qk = shape.d_qk, args.d_v = shape.d_v;
   args.heads_per_group = heads_per_group(shape);
   args.num_tiles = shape.b * shape.h_q * args.schedule.num_q_tiles;
   const float scale = params.softmax_scale;
@@ -157,7 +172,7 @@ int32_t run(const FwdParams& params, cudaStream_t stream) {
   args.ready_status = params.ready_status;
   args.ready_polls = static_cast<uint32_t>(std::min<int64_t>(params.ready_timeout_us, INT32_MAX));
 
-  status = kernel.launch(args, std::min(num_sms, args.num_tiles), stream);
+  status = kernel.launch(args, std::min(num_sms / 2 * 2, (args.num_tiles + 1) / 2 * 2), stream);
   if (status != cudaSuccess) return fail(Status::kBackendError, kName, cudaGetErrorString(status));
   return static_cast<int32_t>(Status::kOk);
 }

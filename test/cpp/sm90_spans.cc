@@ -30,7 +30,7 @@ ColumnHull make_hull(const MaskView& mask, const int32_t* bounds, int32_t k_begi
 
 extern "C" {
 
-int32_t item_cols() { return kItemCols; }
+int32_t item_cols(int32_t is_pair) { return is_pair ? kPairItemCols : kTileItemCols; }
 int32_t hull_cols() { return kHullCols; }
 
 // 0 skip, 1 partial, 2 full.
@@ -43,27 +43,34 @@ int32_t hull_class(const MaskView* mask, int32_t list_idx, int32_t hull_idx, int
       classify(make_hull(*mask, bounds, k_begin, k_end), *mask, k_begin, k_end, q_begin, q_end));
 }
 
-// Spans of one query tile as {k_begin, count, is_full} triples; the number of spans.
-int32_t spans(const MaskView* mask, int32_t list_idx, int32_t q_tile_idx, int32_t* triples,
-              int32_t capacity) {
+// Spans of one query tile, or of the pair that begins with it, as {k_begin, count, is_full} triples;
+// the number of spans.
+int32_t spans(const MaskView* mask, int32_t list_idx, int32_t q_tile_idx, int32_t is_pair,
+              int32_t* triples, int32_t capacity) {
   const int32_t* bounds = mask->bounds + int64_t{list_idx} * mask->s_k * num_bounds(mask->form);
-  const int32_t q_begin = q_tile_idx * kTileQ, q_end = std::min(q_begin + kTileQ, mask->s_q);
+  const int32_t num_tiles = is_pair ? 2 : 1;
+  const int32_t q_begin = q_tile_idx * kTileQ;
+  const int32_t q_end = std::min(q_begin + num_tiles * kTileQ, mask->s_q);
   const int32_t num_hulls = (mask->s_k + kHullCols - 1) / kHullCols;
   const int32_t num_q_tiles = (mask->s_q + kTileQ - 1) / kTileQ;
-  std::vector<Span> written(mask->s_k / kItemCols + 2);
-  SpanWriter writer(written.data(), true);
+  std::vector<Span> written(mask->s_k / kTileItemCols + 2);
+  SpanWriter writer(written.data(), true, item_cols(is_pair));
   const int32_t num_granules = num_hulls * (kHullCols / kGranuleCols);
   for (int32_t granule = 0; granule < num_granules; ++granule) {
     bool is_visible = false, is_full = true;
     for (int32_t k_idx = granule * kGranuleCols; k_idx < (granule + 1) * kGranuleCols; ++k_idx) {
-      const bool is_dropped =
-          k_idx >= mask->s_k ||
-          (mask->block_mask != nullptr &&
-           mask->block_mask[(int64_t{list_idx} * num_q_tiles + q_tile_idx) * num_hulls +
-                            k_idx / kHullCols] == 0);
-      const HiddenRows rows = is_dropped ? HiddenRows{} : hidden_rows(*mask, bounds, k_idx);
-      is_visible = is_visible || (!is_dropped && !covers(rows, q_begin, q_end));
-      is_full = is_full && !is_dropped && !touches(rows, q_begin, q_end);
+      int32_t num_kept = 0;
+      for (int32_t tile = q_tile_idx; tile < q_tile_idx + num_tiles; ++tile) {
+        if (k_idx < mask->s_k && tile < num_q_tiles &&
+            (mask->block_mask == nullptr ||
+             mask->block_mask[(int64_t{list_idx} * num_q_tiles + tile) * num_hulls +
+                              k_idx / kHullCols] != 0)) {
+          ++num_kept;
+        }
+      }
+      const HiddenRows rows = num_kept == 0 ? HiddenRows{} : hidden_rows(*mask, bounds, k_idx);
+      is_visible = is_visible || (num_kept > 0 && !covers(rows, q_begin, q_end));
+      is_full = is_full && num_kept == num_tiles && !touches(rows, q_begin, q_end);
     }
     writer.granule(granule, is_visible, is_full);
   }

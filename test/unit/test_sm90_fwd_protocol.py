@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The barrier protocol of the Hopper forward, as a model: every actor a coroutine, scheduled at random.
 
-The model follows ops/cuda/sm90_fwd (loader, mask warps, two consumer groups, phases of mbarriers). It checks
-that nobody deadlocks, that nobody reads a buffer which holds something else or is being overwritten, and that
-each group multiplies each step once, in order. Mutants show that the model can fail.
+The model follows ops/cuda/sm90_fwd (loader, mask warps, two consumer groups, phases of mbarriers), for one CTA
+and for a pair of CTAs which copy K and V for each other. It checks that nobody deadlocks, that nobody reads a
+buffer which holds something else or is being overwritten, and that each group multiplies each step once, in
+order. Mutants show that the model can fail.
 """
 
 from __future__ import annotations
@@ -61,73 +62,114 @@ def barriers(count: int, arrivals: int) -> list[Barrier]:
 
 @dataclass
 class Machine:
-    """Shared memory and barriers of one CTA; `mutant` names a deliberate fault."""
+    """Shared memory and barriers of one CTA; `mutant` names a deliberate fault.
+
+    K and V are copied in as many parts as the team has CTAs (`join`), each by another CTA's loader.
+    """
 
     tiles: Tiles
     mutant: str = ""
-    k_full: list[Barrier] = field(default_factory=lambda: barriers(STAGES, 1))
-    k_empty: list[Barrier] = field(default_factory=lambda: barriers(STAGES, GROUPS))
-    v_full: list[Barrier] = field(default_factory=lambda: barriers(STAGES, 1))
-    v_empty: list[Barrier] = field(default_factory=lambda: barriers(STAGES, GROUPS))
-    q_full: list[Barrier] = field(default_factory=lambda: barriers(GROUPS, 1))
-    q_empty: list[Barrier] = field(default_factory=lambda: barriers(GROUPS, 1))
+    rank: int = 0
+    team: list[Machine] = field(default_factory=list)
+    k_full: list[Barrier] = field(default_factory=list)
+    k_empty: list[Barrier] = field(default_factory=list)
+    v_full: list[Barrier] = field(default_factory=list)
+    v_empty: list[Barrier] = field(default_factory=list)
+    turns: list[Barrier] = field(default_factory=lambda: barriers(GROUPS, 2))  # named barriers
+    q_full: list[Barrier] = field(default_factory=list)
+    q_empty: list[Barrier] = field(default_factory=list)
     mask_full: list[Barrier] = field(default_factory=lambda: barriers(MASK_SLOTS, 1))
     mask_empty: list[Barrier] = field(default_factory=lambda: barriers(MASK_SLOTS, GROUPS))
-    turns: list[Barrier] = field(default_factory=lambda: barriers(GROUPS, 2))  # named barriers
-    k: list[StepId | None] = field(default_factory=lambda: [None] * STAGES)
-    v: list[StepId | None] = field(default_factory=lambda: [None] * STAGES)
+    k: list[list[StepId | None]] = field(default_factory=list)  # [stage][part]
+    v: list[list[StepId | None]] = field(default_factory=list)
     step: list[tuple[int, StepId] | None] = field(default_factory=lambda: [None] * STAGES)
-    q: list[int | None] = field(default_factory=lambda: [None] * GROUPS)
+    q: list[tuple[int, int] | None] = field(default_factory=list)  # (tile, group)
     mask: list[StepId | None] = field(default_factory=lambda: [None] * MASK_SLOTS)
     done: list[list[StepId]] = field(default_factory=lambda: [[] for _ in range(GROUPS)])
     written: list[list[int]] = field(default_factory=lambda: [[] for _ in range(GROUPS)])
+
+    def join(self, team: list[Machine]) -> None:
+        """Makes the machine a member of `team`: one CTA alone or two."""
+        parts = len(team)
+        self.team, self.rank = team, team.index(self)
+        self.k_full, self.v_full = barriers(STAGES, 1 + parts), barriers(STAGES, 1 + parts)
+        empty = 1 if self.mutant == "other cta not awaited" else parts
+        self.k_empty, self.v_empty = barriers(STAGES, GROUPS * empty), barriers(STAGES, GROUPS * empty)
+        num_q_slots = 3 if parts == 1 else 2  # kQSlots
+        self.q_full, self.q_empty = barriers(num_q_slots, 1), barriers(num_q_slots, 1)
+        self.q = [None] * num_q_slots
+        self.k = [[None] * parts for _ in range(STAGES)]
+        self.v = [[None] * parts for _ in range(STAGES)]
+
+    def whole(self, step: StepId) -> list[StepId]:
+        return [step] * len(self.team)
 
     def check(self, found: object, wanted: object) -> None:
         if found != wanted:
             raise ProtocolError(f"a buffer holds {found}, {wanted} was to be read")
 
     def loader(self) -> Iterator[None]:
-        k_pos, v_pos, q_parity = Ring(STAGES), Ring(STAGES), 0
+        k_pos, v_pos, q_pos = Ring(STAGES), Ring(STAGES), Ring(len(self.q))
         pending: StepId | None = None
+        next_q = (0, 0)  # (tile, group)
 
         def load_pending_v() -> Iterator[None]:
             yield from self.v_empty[v_pos.slot].wait(v_pos.parity ^ 1)
-            self.v[v_pos.slot] = None
+            self.v_full[v_pos.slot].arrive()  # with the bytes to expect
             yield
-            self.v[v_pos.slot] = pending
-            self.v_full[v_pos.slot].arrive()
+            for member in self.team:
+                member.v[v_pos.slot][self.rank] = None
+            yield
+            for member in self.team:
+                member.v[v_pos.slot][self.rank] = pending
+                member.v_full[v_pos.slot].arrive()
             v_pos.next()
 
+        def load_q() -> Iterator[None]:
+            nonlocal next_q
+            if self.mutant != "q not awaited":
+                yield from self.q_empty[q_pos.slot].wait(q_pos.parity ^ 1)
+            self.q[q_pos.slot] = None
+            yield
+            self.q[q_pos.slot] = next_q
+            self.q_full[q_pos.slot].arrive()
+            q_pos.next()
+            next_q = (next_q[0], 1) if next_q[1] == 0 else (next_q[0] + 1, 0)
+
+        def load_q_ahead() -> Iterator[None]:
+            """With the claim of the next tile: where there is a slot more than groups, the first group's."""
+            if len(self.q) > GROUPS and next_q[0] < len(self.tiles):
+                yield from load_q()
+
+        yield from load_q_ahead()
         for tile_idx, tile in enumerate(self.tiles):
             for step_idx, is_partial in enumerate(tile):
                 yield from self.k_empty[k_pos.slot].wait(k_pos.parity ^ 1)
-                self.k[k_pos.slot] = None
-                yield
                 is_last = step_idx == len(tile) - 1
                 flags = (FIRST if step_idx == 0 else 0) | (LAST if is_last else 0) | (PARTIAL if is_partial else 0)
                 self.step[k_pos.slot] = (flags, (tile_idx, step_idx))
-                self.k[k_pos.slot] = (tile_idx, step_idx)
-                self.k_full[k_pos.slot].arrive()
+                self.k_full[k_pos.slot].arrive()  # with the bytes to expect
+                yield
+                for member in self.team:
+                    member.k[k_pos.slot][self.rank] = None
+                yield
+                for member in self.team:
+                    member.k[k_pos.slot][self.rank] = (tile_idx, step_idx)
+                    member.k_full[k_pos.slot].arrive()
                 k_pos.next()
                 if pending is not None:
                     yield from load_pending_v()
                 pending = (tile_idx, step_idx)
-                if step_idx == 0:
-                    yield from self.load_q(tile_idx, q_parity)
-                    q_parity ^= 1
+                while step_idx == 0 and next_q[0] == tile_idx:
+                    yield from load_q()
+                if step_idx == 2 or (is_last and step_idx < 2):  # the last phase of a claim
+                    yield from load_q_ahead()
         yield from self.k_empty[k_pos.slot].wait(k_pos.parity ^ 1)
         self.step[k_pos.slot] = (END, (-1, -1))
-        self.k_full[k_pos.slot].arrive()
+        for _ in range(1 + len(self.team)):  # a plain arrival: no bytes are expected
+            self.k_full[k_pos.slot].arrive()
         if pending is not None:
             yield from load_pending_v()
-
-    def load_q(self, tile_idx: int, parity: int) -> Iterator[None]:
-        for group in range(GROUPS):
-            yield from self.q_empty[group].wait(parity ^ 1)
-            self.q[group] = None
-            yield
-            self.q[group] = tile_idx
-            self.q_full[group].arrive()
 
     def masker(self) -> Iterator[None]:
         pos = Ring(MASK_SLOTS)
@@ -144,23 +186,34 @@ class Machine:
                 pos.next()
 
     def consumer(self, group: int) -> Iterator[None]:
-        k_pos, v_pos, mask_pos, q_parity, num_turns = Ring(STAGES), Ring(STAGES), Ring(MASK_SLOTS), 0, 0
+        k_pos, v_pos, mask_pos, next_q, num_turns = Ring(STAGES), Ring(STAGES), Ring(MASK_SLOTS), Ring(len(self.q)), 0
+        q_slot = -1
+        if group == 1:
+            next_q.next()
 
-        def wait_step() -> Iterator[None]:
-            yield from self.k_full[k_pos.slot].wait(k_pos.parity)
+        def wait_q() -> Iterator[None]:
+            nonlocal q_slot
+            yield from self.q_full[next_q.slot].wait(next_q.parity)
+            q_slot = next_q.slot
+            next_q.next()
+            next_q.next()
+
+        def check_qk(step: StepId) -> None:
+            self.check((self.k[k_pos.slot], self.q[q_slot]), (self.whole(step), (step[0], group)))
 
         def multiply_qk(step: StepId) -> Iterator[None]:
-            self.check(self.q[group], step[0])
+            check_qk(step)
             yield
-            self.check((self.k[k_pos.slot], self.q[group]), (step, step[0]))
+            check_qk(step)
 
         def release_k() -> None:
-            self.k_empty[k_pos.slot].arrive()
+            if self.mutant != "k released early":
+                self.release("k_empty", k_pos.slot)
             k_pos.next()
 
         def finish_qk(flags: int, step: StepId) -> Iterator[None]:
             if flags & LAST:
-                self.q_empty[group].arrive()
+                self.q_empty[q_slot].arrive()
             if flags & PARTIAL:
                 yield from self.mask_full[mask_pos.slot].wait(mask_pos.parity)
                 yield
@@ -170,53 +223,55 @@ class Machine:
 
         def multiply_pv(step: StepId) -> Iterator[None]:
             yield from self.v_full[v_pos.slot].wait(v_pos.parity)
-            self.check(self.v[v_pos.slot], step)
+            self.check(self.v[v_pos.slot], self.whole(step))
             self.done[group].append(step)
             if self.mutant == "v released early":
-                self.v_empty[v_pos.slot].arrive()
+                self.release("v_empty", v_pos.slot)
 
         def finish_pv(step: StepId) -> Iterator[None]:
             yield
-            self.check(self.v[v_pos.slot], step)
+            self.check(self.v[v_pos.slot], self.whole(step))
             if self.mutant != "v released early":
-                self.v_empty[v_pos.slot].arrive()
+                self.release("v_empty", v_pos.slot)
             v_pos.next()
 
         if group == 1:
             self.turns[0].arrive()
         step: StepId | None = None
         while True:
-            yield from wait_step()
-            flags, next_step = self.step[k_pos.slot] or (0, (-2, -2))
+            yield from self.k_full[k_pos.slot].wait(k_pos.parity)
+            held = self.step[k_pos.slot]
+            if held is None:
+                raise ProtocolError("a step is read that was not written")
+            flags, next_step = held
             if flags & END:
                 break
             if flags & FIRST:
-                yield from self.q_full[group].wait(q_parity)
-                q_parity ^= 1
-            if step is None:  # the kernel's first product stands alone
-                yield from multiply_qk(next_step)
+                yield from wait_q()
+            if step is not None:  # the kernel's first product stands alone
+                self.turns[group].arrive()
+                yield from self.turns[group].wait(num_turns % 2)
+                num_turns += 1
+            if self.mutant == "k released early":
+                self.release("k_empty", k_pos.slot)
+            yield from multiply_qk(next_step)
+            if step is None:
                 release_k()
                 yield from finish_qk(flags, next_step)
                 step = next_step
                 continue
-            self.turns[group].arrive()
-            yield from self.turns[group].wait(num_turns % 2)
-            num_turns += 1
-            if self.mutant == "k released early":
-                self.k_empty[k_pos.slot].arrive()
-            yield from multiply_qk(next_step)
             yield from multiply_pv(step)
             self.turns[1 - group].arrive()
             if flags & (FIRST | LAST | PARTIAL):
-                k_pos.next() if self.mutant == "k released early" else release_k()
+                release_k()
                 yield from finish_qk(flags, next_step)
                 yield from finish_pv(step)
                 if flags & FIRST:
                     self.written[group].append(step[0])
             else:  # the reference kept: Q and K stay until the sums were looked at
                 yield from finish_pv(step)
-                self.check((self.k[k_pos.slot], self.q[group]), (next_step, next_step[0]))
-                k_pos.next() if self.mutant == "k released early" else release_k()
+                check_qk(next_step)
+                release_k()
             step = next_step
         if step is not None:
             yield from multiply_pv(step)
@@ -224,47 +279,79 @@ class Machine:
         if group == 0:
             self.turns[0].arrive()
 
+    def release(self, name: str, slot: int) -> None:
+        for member in self.team:
+            getattr(member, name)[slot].arrive()
+
     def state(self) -> list[tuple[int, int]]:
         groups = (self.k_full, self.k_empty, self.v_full, self.v_empty, self.q_full, self.q_empty,
                   self.mask_full, self.mask_empty, self.turns)  # fmt: skip
         return [(barrier.phase, barrier.left) for group in groups for barrier in group]
 
-    def run(self, rng: random.Random) -> None:
-        actors = {"loader": self.loader(), "masker": self.masker(), "0": self.consumer(0), "1": self.consumer(1)}
-        speed = {name: rng.random() + 0.05 for name in actors}
-        idle, before = 0, self.state()
-        while actors:
-            name = rng.choices(list(actors), [speed[name] for name in actors])[0]
-            try:
-                next(actors[name])
-            except StopIteration:
-                del actors[name]
-                idle = 0
-                continue
-            after = self.state()
-            idle = idle + 1 if after == before else 0
-            before = after
-            if idle > 2000:
-                raise ProtocolError(f"deadlock: {sorted(actors)} wait for each other")
+    def actors(self) -> dict[str, Iterator[None]]:
+        return {
+            f"loader {self.rank}": self.loader(),
+            f"masker {self.rank}": self.masker(),
+            f"group {self.rank}.0": self.consumer(0),
+            f"group {self.rank}.1": self.consumer(1),
+        }
+
+    def check_result(self) -> None:
         wanted = [(tile_idx, step_idx) for tile_idx, tile in enumerate(self.tiles) for step_idx in range(len(tile))]
         for group in range(GROUPS):
             self.check(self.done[group], wanted)
             self.check(self.written[group], list(range(len(self.tiles))))
 
 
+def run(tiles: Tiles, rng: random.Random, num_ctas: int, mutant: str = "") -> None:
+    """One interleaving of one or two CTAs over the same list, to the end."""
+    team = [Machine(tiles, mutant) for _ in range(num_ctas)]
+    for machine in team:
+        machine.join(team)
+    actors = {name: actor for machine in team for name, actor in machine.actors().items()}
+    speed = {name: rng.random() + 0.05 for name in actors}
+    idle, before = 0, [machine.state() for machine in team]
+    while actors:
+        name = rng.choices(list(actors), [speed[name] for name in actors])[0]
+        try:
+            next(actors[name])
+        except StopIteration:
+            del actors[name]
+            idle = 0
+            continue
+        after = [machine.state() for machine in team]
+        idle = idle + 1 if after == before else 0
+        before = after
+        if idle > 2000:
+            raise ProtocolError(f"deadlock: {sorted(actors)} wait for each other")
+    for machine in team:
+        machine.check_result()
+
+
 def random_tiles(rng: random.Random) -> Tiles:
     return [[rng.random() < 0.5 for _ in range(rng.randint(1, 8))] for _ in range(rng.randint(0, 6))]
 
 
-def test_every_interleaving_drawn_is_safe() -> None:
-    for seed in range(400):
+@pytest.mark.parametrize("num_ctas", [1, 2])
+def test_every_interleaving_drawn_is_safe(num_ctas: int) -> None:
+    for seed in range(300 // num_ctas):
         rng = random.Random(seed)
-        Machine(random_tiles(rng)).run(rng)
+        run(random_tiles(rng), rng, num_ctas)
 
 
-@pytest.mark.parametrize("mutant", ["k released early", "v released early", "mask not awaited"])
-def test_the_model_notices(mutant: str) -> None:
+MUTANTS = [
+    (1, "k released early"),
+    (1, "v released early"),
+    (1, "mask not awaited"),
+    (1, "q not awaited"),
+    (2, "q not awaited"),
+    (2, "other cta not awaited"),
+]
+
+
+@pytest.mark.parametrize(("num_ctas", "mutant"), MUTANTS)
+def test_the_model_notices(num_ctas: int, mutant: str) -> None:
     with pytest.raises(ProtocolError):
         for seed in range(400):
             rng = random.Random(seed)
-            Machine(random_tiles(rng), mutant).run(rng)
+            run(random_tiles(rng), rng, num_ctas, mutant)

@@ -45,17 +45,19 @@ def planes(raw: RawMask, s_q: int, s_k: int) -> np.ndarray:
     )
 
 
-def spans_of(library: ctypes.CDLL, mask: NativeMask, list_idx: int, q_tile_idx: int) -> Spans:
-    capacity = mask.s_k // library.item_cols() + 2
+def spans_of(
+    library: ctypes.CDLL, mask: NativeMask, list_idx: int, q_tile_idx: int, *, is_pair: bool = False
+) -> Spans:
+    capacity = mask.s_k // library.item_cols(0) + 2
     triples = (ctypes.c_int32 * (3 * capacity))()
     view = mask.view
-    count = library.spans(ctypes.byref(view), list_idx, q_tile_idx, triples, capacity)
+    count = library.spans(ctypes.byref(view), list_idx, q_tile_idx, int(is_pair), triples, capacity)
     assert count <= capacity - 1, f"{count} spans; the device keeps room for {capacity - 1}"
     return [(triples[3 * i], triples[3 * i + 1], bool(triples[3 * i + 2])) for i in range(count)]
 
 
 def check_spans(spans: Spans, visible: np.ndarray, item_cols: int) -> None:
-    """`visible`: rows of one query tile, [rows, s_k]."""
+    """`visible`: rows of one query tile or of a pair of them, [rows, s_k]."""
     assert spans, "a tile needs at least one span"
     covered = np.zeros(visible.shape[1] + item_cols, bool)
     end = 0
@@ -84,7 +86,11 @@ def test_hostile_masks(library: ctypes.CDLL, case) -> None:
     for list_idx, plane in enumerate(visible):
         for q_tile_idx in range(-(-case.s_q // TILE_Q)):
             rows = plane[q_tile_idx * TILE_Q : (q_tile_idx + 1) * TILE_Q]
-            check_spans(spans_of(library, mask, list_idx, q_tile_idx), rows, library.item_cols())
+            check_spans(spans_of(library, mask, list_idx, q_tile_idx), rows, library.item_cols(0))
+            if q_tile_idx % 2 == 0:
+                rows = plane[q_tile_idx * TILE_Q : (q_tile_idx + 2) * TILE_Q]
+                pair = spans_of(library, mask, list_idx, q_tile_idx, is_pair=True)
+                check_spans(pair, rows, library.item_cols(1))
 
 
 @pytest.mark.parametrize("form", [(True, 1), (True, 2), (False, 2), (False, 4)], ids=["c1", "c2", "nc2", "nc4"])
@@ -115,7 +121,7 @@ def test_causal_list_is_as_short_as_can_be(library: ctypes.CDLL) -> None:
     for q_tile_idx in range(32):
         spans = spans_of(library, mask, 0, q_tile_idx)
         columns = (q_tile_idx + 1) * TILE_Q
-        assert sum(count for _, count, _ in spans) == -(-columns // library.item_cols())
+        assert sum(count for _, count, _ in spans) == -(-columns // library.item_cols(0))
         assert sum(count for _, count, is_full in spans if not is_full) <= 2
 
 
@@ -125,8 +131,8 @@ def test_a_lost_or_moved_span_is_noticed(library: ctypes.CDLL) -> None:
     mask = NativeMask.from_bounds(bounds, raw.causal, 8192)
     visible = visible_plane(bounds[0, 0], raw.causal, 8192, 8192)[5 * TILE_Q : 6 * TILE_Q]
     spans = spans_of(library, mask, 0, 5)
-    check_spans(spans, visible, library.item_cols())
+    check_spans(spans, visible, library.item_cols(0))
     k_begin, count, _ = spans[0]
     for broken in (spans[:-1], [(k_begin + 16, count, False), *spans[1:]], [(k, n, True) for k, n, _ in spans]):
         with pytest.raises(AssertionError):
-            check_spans(broken, visible, library.item_cols())
+            check_spans(broken, visible, library.item_cols(0))

@@ -10,25 +10,28 @@ namespace {
 constexpr uint32_t kAllLanes = 0xFFFFFFFF;
 static_assert(sizeof(TileCost) == sizeof(QueryTileEntry), "tile_costs serves as scratch");
 
-// One warp a list: a stable partition of its order.
+// One warp a list, of single tiles or of pairs (blockIdx.y): a stable partition of its order.
 __global__ void __launch_bounds__(32) local_first_kernel(ScheduleView schedule, int32_t k_end) {
-  const int64_t list_begin = int64_t{blockIdx.x} * schedule.num_q_tiles;
-  QueryTileEntry* const order = schedule.order + list_begin;
-  auto* const sorted = reinterpret_cast<QueryTileEntry*>(schedule.tile_costs + list_begin);
+  const bool is_pair = blockIdx.y == 1;
+  const SpanLists lists = is_pair ? schedule.pairs : schedule.tiles;
+  const int32_t item_cols = is_pair ? kPairItemCols : kTileItemCols;
+  const int64_t list_begin = int64_t{blockIdx.x} * lists.count;
+  QueryTileEntry* const order = lists.order + list_begin;
+  auto* const sorted = reinterpret_cast<QueryTileEntry*>(lists.costs + list_begin);
   const int32_t lane = threadIdx.x;
   const auto is_local = [&](const QueryTileEntry& entry) {
-    const Span* spans = schedule.spans + (list_begin + entry.q_tile_idx) * schedule.max_spans;
+    const Span* spans = lists.spans + (list_begin + entry.q_tile_idx) * schedule.max_spans;
     const Span last = spans[entry.num_spans - 1];
-    return last.k_begin() + last.count() * kItemCols <= k_end;
+    return last.k_begin() + last.count() * item_cols <= k_end;
   };
   int32_t num_local = 0;
-  for (int32_t base = 0; base < schedule.num_q_tiles; base += 32) {
-    const bool is_tile = base + lane < schedule.num_q_tiles;
+  for (int32_t base = 0; base < lists.count; base += 32) {
+    const bool is_tile = base + lane < lists.count;
     num_local += __popc(__ballot_sync(kAllLanes, is_tile && is_local(order[base + lane])));
   }
   int32_t next_local = 0, next_remote = num_local;
-  for (int32_t base = 0; base < schedule.num_q_tiles; base += 32) {
-    const bool is_tile = base + lane < schedule.num_q_tiles;
+  for (int32_t base = 0; base < lists.count; base += 32) {
+    const bool is_tile = base + lane < lists.count;
     const QueryTileEntry entry = is_tile ? order[base + lane] : QueryTileEntry{0, 1};
     const bool is_first = is_tile && is_local(entry);
     const uint32_t locals = __ballot_sync(kAllLanes, is_first);
@@ -39,7 +42,7 @@ __global__ void __launch_bounds__(32) local_first_kernel(ScheduleView schedule, 
     next_local += __popc(locals), next_remote += __popc(remotes);
   }
   __syncwarp();
-  for (int32_t idx = lane; idx < schedule.num_q_tiles; idx += 32) order[idx] = sorted[idx];
+  for (int32_t idx = lane; idx < lists.count; idx += 32) order[idx] = sorted[idx];
 }
 
 }  // namespace
@@ -50,7 +53,7 @@ cudaError_t order_local_first(const MaskView& mask, void* blob, int32_t k_end,
   schedule_layout(mask, blob, &schedule);
   const int64_t num_lists = int64_t{mask.b} * mask.h_mask;
   if (num_lists == 0 || schedule.num_q_tiles == 0 || mask.s_k == 0) return cudaSuccess;
-  local_first_kernel<<<static_cast<uint32_t>(num_lists), 32, 0, stream>>>(schedule, k_end);
+  local_first_kernel<<<dim3(static_cast<uint32_t>(num_lists), 2), 32, 0, stream>>>(schedule, k_end);
   return cudaGetLastError();
 }
 

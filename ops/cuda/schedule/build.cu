@@ -21,6 +21,7 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerCta)
     scan_kernel(MaskView mask, ScheduleView schedule, int64_t num_blocks) {
   const int64_t block_idx = int64_t{blockIdx.x} * kWarpsPerCta + threadIdx.x / kWarp;
   if (block_idx >= num_blocks) return;
+  if (block_idx == 0 && threadIdx.x == 0) *schedule.totals = {0, 0};
   const int lane = threadIdx.x % kWarp;
   const int64_t list_idx = block_idx / schedule.num_hulls;
   const int32_t k_begin = static_cast<int32_t>(block_idx % schedule.num_hulls) * kHullCols;
@@ -53,39 +54,53 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerCta)
   }
 }
 
-// --- 2. Spans: one warp a query tile -------------------------------------------------------------
-__global__ void __launch_bounds__(kWarp* kWarpsPerCta)
-    list_kernel(MaskView mask, ScheduleView schedule, int64_t num_tiles) {
-  const int64_t tile_idx = int64_t{blockIdx.x} * kWarpsPerCta + threadIdx.x / kWarp;
-  if (tile_idx >= num_tiles) return;
+// --- 2. Spans: one warp a query tile, or a pair of them ------------------------------------------
+template <bool kIsPair>
+__device__ __forceinline__ void make_list(const MaskView& mask, const ScheduleView& schedule,
+                                          int64_t tile_idx) {
+  constexpr int kTiles = kIsPair ? 2 : 1;
+  constexpr int32_t kGranulesPerHull = kHullCols / kGranuleCols;
+  constexpr uint32_t kHullOnes = (1u << kGranulesPerHull) - 1;
+  static_assert(kTileQ == kBlockMaskTile && kHullCols == kBlockMaskTile);
+  const SpanLists& lists = kIsPair ? schedule.pairs : schedule.tiles;
   const int lane = threadIdx.x % kWarp;
-  const int64_t list_idx = tile_idx / schedule.num_q_tiles;
-  const int32_t q_tile_idx = static_cast<int32_t>(tile_idx % schedule.num_q_tiles);
-  const int32_t q_begin = q_tile_idx * kTileQ, q_end = min(q_begin + kTileQ, mask.s_q);
+  const int64_t list_idx = tile_idx / lists.count;
+  const int32_t q_tile_idx = static_cast<int32_t>(tile_idx % lists.count) * kTiles;
+  const int32_t q_begin = q_tile_idx * kTileQ;
+  const int32_t q_end = min(q_begin + kTiles * kTileQ, mask.s_q);
   const int32_t* bounds = bounds_of_list(mask, list_idx);
   const ColumnHull* hulls = schedule.hulls + list_idx * schedule.num_hulls;
-  const int32_t* block_row =  // one block_mask row: kTileQ == kBlockMaskTile
-      mask.block_mask == nullptr
-          ? nullptr
-          : mask.block_mask + (list_idx * schedule.num_q_tiles + q_tile_idx) * schedule.num_hulls;
-  static_assert(kTileQ == kBlockMaskTile && kHullCols == kBlockMaskTile);
-
-  constexpr int32_t kGranulesPerHull = kHullCols / kGranuleCols;
-  SpanWriter writer(schedule.spans + tile_idx * schedule.max_spans, lane == 0);
+  SpanWriter writer(lists.spans + tile_idx * schedule.max_spans, lane == 0,
+                    kIsPair ? kPairItemCols : kTileItemCols);
 
   for (int32_t chunk = 0; chunk < schedule.num_hulls; chunk += kWarp) {
     const int32_t hull_idx = chunk + lane;
     const int32_t k_begin = hull_idx * kHullCols;
     HullClass hull_class = HullClass::kSkip;
-    if (hull_idx < schedule.num_hulls && !(block_row != nullptr && block_row[hull_idx] == 0)) {
-      const int32_t k_end = min(k_begin + kHullCols, mask.s_k);
-      hull_class = classify(hulls[hull_idx], mask, k_begin, k_end, q_begin, q_end);
-      if (k_end - k_begin < kHullCols && hull_class == HullClass::kFull) {
-        hull_class = HullClass::kPartial;  // columns past s_k are never visible
+    bool is_kept = false;  // by the block_mask of every tile
+    if (hull_idx < schedule.num_hulls) {
+      int32_t num_kept = 0;
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const int32_t row = q_tile_idx + tile;
+        if (row < schedule.num_q_tiles &&
+            (mask.block_mask == nullptr ||
+             mask.block_mask[(list_idx * schedule.num_q_tiles + row) * schedule.num_hulls +
+                             hull_idx] != 0)) {
+          ++num_kept;
+        }
       }
+      const int32_t k_end = min(k_begin + kHullCols, mask.s_k);
+      if (num_kept > 0) {
+        hull_class = classify(hulls[hull_idx], mask, k_begin, k_end, q_begin, q_end);
+      }
+      is_kept = num_kept == kTiles;
+      // Columns past s_k are never visible.
+      const bool is_whole = k_end - k_begin == kHullCols && is_kept;
+      if (!is_whole && hull_class == HullClass::kFull) hull_class = HullClass::kPartial;
     }
-    uint32_t visible = hull_class == HullClass::kSkip ? 0 : (1u << kGranulesPerHull) - 1;
-    uint32_t full = hull_class == HullClass::kFull ? (1u << kGranulesPerHull) - 1 : 0;
+    uint32_t visible = hull_class == HullClass::kSkip ? 0 : kHullOnes;  // bit: granule
+    uint32_t full = hull_class == HullClass::kFull ? kHullOnes : 0;
 
     for (uint32_t todo = __ballot_sync(kAllLanes, hull_class == HullClass::kPartial); todo != 0;
          todo &= todo - 1) {
@@ -110,11 +125,11 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerCta)
           if ((clear >> (part * kGranuleCols) & kOnes) == kOnes) full_bits |= 1u << granule;
         }
       }
-      if (lane == source) visible = visible_bits, full = full_bits;
+      if (lane == source) visible = visible_bits, full = is_kept ? full_bits : 0;
     }
 
     // All lanes walk the chunk together; runs of hulls that cannot change the state are jumped.
-    const uint32_t all_full = __ballot_sync(kAllLanes, full == (1u << kGranulesPerHull) - 1);
+    const uint32_t all_full = __ballot_sync(kAllLanes, full == kHullOnes);
     const uint32_t all_hidden = __ballot_sync(kAllLanes, visible == 0);
     for (int step = 0; step < kWarp;) {
       const int32_t granule_begin = (chunk + step) * kGranulesPerHull;
@@ -135,32 +150,52 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerCta)
     }
   }
   writer.finish(schedule.num_hulls * kGranulesPerHull);
-  if (lane == 0) schedule.tile_costs[tile_idx] = {writer.num_items(), writer.num_spans()};
+  if (lane == 0) {
+    lists.costs[tile_idx] = {writer.num_items(), writer.num_spans()};
+    atomicAdd(kIsPair ? &schedule.totals->pair_items : &schedule.totals->tile_items,
+              static_cast<unsigned long long>(writer.num_items()));
+  }
+}
+
+__global__ void __launch_bounds__(kWarp* kWarpsPerCta)
+    list_kernel(MaskView mask, ScheduleView schedule, int64_t num_tiles, int64_t num_pairs) {
+  const int64_t idx = int64_t{blockIdx.x} * kWarpsPerCta + threadIdx.x / kWarp;
+  if (idx < num_pairs) {
+    make_list<true>(mask, schedule, idx);
+  } else if (idx < num_pairs + num_tiles) {
+    make_list<false>(mask, schedule, idx - num_pairs);
+  }
 }
 
 // --- 3. Order: rank of each tile among those of its list -----------------------------------------
 constexpr int kOrderThreads = 256;
 
-__global__ void __launch_bounds__(kOrderThreads) order_kernel(ScheduleView schedule) {
+// Grid: x over the lists of single tiles, then those of pairs.
+__global__ void __launch_bounds__(kOrderThreads)
+    order_kernel(ScheduleView schedule, uint32_t tile_ctas) {
   __shared__ int32_t smem_cost[kOrderThreads];
-  const int64_t list_begin = int64_t{blockIdx.y} * schedule.num_q_tiles;
-  const int32_t tile_idx = blockIdx.x * kOrderThreads + threadIdx.x;
-  const bool is_tile = tile_idx < schedule.num_q_tiles;
-  const TileCost own = is_tile ? schedule.tile_costs[list_begin + tile_idx] : TileCost{0, 0};
+  const bool is_pair = blockIdx.x >= tile_ctas;
+  const SpanLists lists = is_pair ? schedule.pairs : schedule.tiles;
+  const uint32_t cta_idx = is_pair ? blockIdx.x - tile_ctas : blockIdx.x;
+  const uint32_t ctas_per_list = (lists.count + kOrderThreads - 1) / kOrderThreads;
+  const int64_t list_begin = int64_t{cta_idx / ctas_per_list} * lists.count;
+  const int32_t tile_idx = cta_idx % ctas_per_list * kOrderThreads + threadIdx.x;
+  const bool is_tile = tile_idx < lists.count;
+  const TileCost own = is_tile ? lists.costs[list_begin + tile_idx] : TileCost{0, 0};
   int32_t rank = 0;
-  for (int32_t base = 0; base < schedule.num_q_tiles; base += kOrderThreads) {
+  for (int32_t base = 0; base < lists.count; base += kOrderThreads) {
     const int32_t other_idx = base + threadIdx.x;
     smem_cost[threadIdx.x] =
-        other_idx < schedule.num_q_tiles ? schedule.tile_costs[list_begin + other_idx].items : -1;
+        other_idx < lists.count ? lists.costs[list_begin + other_idx].items : -1;
     __syncthreads();
-    const int32_t others = min(kOrderThreads, schedule.num_q_tiles - base);
+    const int32_t others = min(kOrderThreads, lists.count - base);
     for (int idx = 0; idx < others; ++idx) {
       const int32_t cost = smem_cost[idx];
       rank += cost > own.items || (cost == own.items && base + idx < tile_idx);
     }
     __syncthreads();
   }
-  if (is_tile) schedule.order[list_begin + rank] = {tile_idx, own.spans};
+  if (is_tile) lists.order[list_begin + rank] = {tile_idx, own.spans};
 }
 
 int32_t div_up(int64_t value, int64_t divisor) {
@@ -176,15 +211,19 @@ cudaError_t build_schedule(const MaskView& mask, void* blob, cudaStream_t stream
   schedule_layout(mask, blob, &schedule);
   const int64_t num_lists = int64_t{mask.b} * mask.h_mask;
   const int64_t num_blocks = num_lists * schedule.num_hulls;
-  const int64_t num_tiles = num_lists * schedule.num_q_tiles;
+  const int64_t num_tiles = num_lists * schedule.tiles.count;
+  const int64_t num_pairs = num_lists * schedule.pairs.count;
   if (num_blocks == 0 || num_tiles == 0) return cudaSuccess;
   constexpr int kThreads = kWarp * kWarpsPerCta;
   scan_kernel<<<div_up(num_blocks, kWarpsPerCta), kThreads, 0, stream>>>(mask, schedule,
                                                                          num_blocks);
-  list_kernel<<<div_up(num_tiles, kWarpsPerCta), kThreads, 0, stream>>>(mask, schedule, num_tiles);
-  order_kernel<<<dim3(div_up(schedule.num_q_tiles, kOrderThreads),
-                      static_cast<uint32_t>(num_lists)),
-                 kOrderThreads, 0, stream>>>(schedule);
+  list_kernel<<<div_up(num_tiles + num_pairs, kWarpsPerCta), kThreads, 0, stream>>>(
+      mask, schedule, num_tiles, num_pairs);
+  const auto ctas = [&](const SpanLists& lists) {
+    return static_cast<uint32_t>(num_lists * div_up(lists.count, kOrderThreads));
+  };
+  order_kernel<<<ctas(schedule.tiles) + ctas(schedule.pairs), kOrderThreads, 0, stream>>>(
+      schedule, ctas(schedule.tiles));
   return cudaGetLastError();
 }
 

@@ -6,6 +6,9 @@
 //   hulls   what each block of 128 key columns says about rows (min and max of its bounds)
 //   order   per (b, h_mask): the query tiles, dearest first, each with its number of spans
 //   spans   per (b, h_mask, query tile): the key columns the forward visits, ascending
+//   totals  how much all tiles visit
+// Order and spans are there twice: of single tiles, and of pairs of neighbours, which two CTAs may
+// walk together. The totals tell the forward which of the two is cheaper.
 #pragma once
 
 #include <cstddef>
@@ -18,11 +21,10 @@ namespace fm3::sm90 {
 constexpr int32_t kTileQ = 128;       // query rows of one forward work tile
 constexpr int32_t kHullCols = 128;    // key columns of one hull; = kBlockMaskTile
 constexpr int32_t kGranuleCols = 16;  // an item may begin at any multiple of this
-// Key columns of one item. Forward TFLOP/s on ten benchmark cases against 128 and 176 columns:
-// 1.008 and 1.019 in the geometric mean (H200, 2026-11-29); wide heads take an item in two steps,
-// which needs a multiple of 32.
-constexpr int32_t kItemCols = 160;
-constexpr int64_t kMaxLists = 65535;  // b * h_mask: one axis of a grid
+// Key columns of one item; README.md has the figures of other widths. Wide heads take an item of a
+// single tile in two steps, which needs a multiple of 32.
+constexpr int32_t kTileItemCols = 160, kPairItemCols = 176;
+constexpr int64_t kMaxLists = 0x7FFFFFFF / 256;  // b * h_mask: a grid of so many tiles of lists
 
 // Rows hidden by a block of columns, per interval: every column hides [*_begin_max, *_end_min), no
 // column hides anything outside [*_begin_min, *_end_max). Empty intervals were entered as
@@ -34,14 +36,14 @@ struct ColumnHull {
   int32_t ut_begin_min, ut_begin_max, ut_end_min, ut_end_max;
 };
 
-// `count` items of kItemCols columns each, the first at column granule * kGranuleCols. A FULL item
+// `count` items of kTileItemCols or kPairItemCols columns each, the first at column granule * kGranuleCols. A FULL item
 // shows all its columns to all rows of the query tile; others are computed with mask bits.
 // Items of one list are disjoint, ascending and cover every column that is not SKIP.
 constexpr int32_t kSpanCountBits = 11, kSpanGranuleBits = 20;
 constexpr int32_t kMaxSpanItems = (1 << kSpanCountBits) - 1;
 constexpr int64_t kMaxKeyCols = (int64_t{1} << kSpanGranuleBits) * kGranuleCols;  // 16M
 struct Span {
-  uint32_t packed;
+  uint32_t packed;  // [granule | count | is_full]
   FM3_HOST_DEVICE static Span make(int32_t granule, int32_t count, bool is_full) {
     return {static_cast<uint32_t>(granule) << (kSpanCountBits + 1) |
             static_cast<uint32_t>(count) << 1 | (is_full ? 1u : 0u)};
@@ -62,11 +64,23 @@ struct alignas(8) TileCost {
   int32_t items, spans;
 };
 
+// Lists of single query tiles, or of pairs of neighbouring ones.
+struct SpanLists {
+  QueryTileEntry* order;  // [b, h_mask, count], by falling cost
+  TileCost* costs;        // [b, h_mask, count], by tile; scratch of the build
+  Span* spans;            // [b, h_mask, count, max_spans]
+  int32_t count;
+};
+
+// Items over all lists of the mask.
+struct ScheduleTotals {
+  unsigned long long tile_items, pair_items;  // as atomicAdd takes them
+};
+
 struct ScheduleView {
-  ColumnHull* hulls;      // [b, h_mask, num_hulls]
-  QueryTileEntry* order;  // [b, h_mask, num_q_tiles], by falling cost
-  TileCost* tile_costs;   // [b, h_mask, num_q_tiles], by tile; scratch of the build
-  Span* spans;            // [b, h_mask, num_q_tiles, max_spans]
+  ScheduleTotals* totals;
+  ColumnHull* hulls;  // [b, h_mask, num_hulls]
+  SpanLists tiles, pairs;
   int32_t num_hulls, num_q_tiles, max_spans;
 };
 
@@ -79,22 +93,28 @@ FM3_HOST_DEVICE int64_t schedule_layout(const MaskView& mask, void* base, Schedu
   const int64_t lists = int64_t{mask.b} * mask.h_mask;
   const int32_t num_hulls = (mask.s_k + kHullCols - 1) / kHullCols;
   const int32_t num_q_tiles = (mask.s_q + kTileQ - 1) / kTileQ;
-  const int32_t max_spans = (mask.s_k + kItemCols - 1) / kItemCols + 1;
-  const int64_t hull_bytes = align_up(lists * num_hulls * int64_t{sizeof(ColumnHull)}, 256);
-  const int64_t order_bytes = align_up(lists * num_q_tiles * int64_t{sizeof(QueryTileEntry)}, 256);
-  const int64_t cost_bytes = align_up(lists * num_q_tiles * int64_t{sizeof(TileCost)}, 256);
-  const int64_t span_bytes = align_up(lists * num_q_tiles * max_spans * int64_t{sizeof(Span)}, 256);
-  if (view != nullptr) {
-    char* at = static_cast<char*>(base);
-    view->hulls = reinterpret_cast<ColumnHull*>(at);
-    view->order = reinterpret_cast<QueryTileEntry*>(at += hull_bytes);
-    view->tile_costs = reinterpret_cast<TileCost*>(at += order_bytes);
-    view->spans = reinterpret_cast<Span*>(at += cost_bytes);
-    view->num_hulls = num_hulls;
-    view->num_q_tiles = num_q_tiles;
-    view->max_spans = max_spans;
-  }
-  return hull_bytes + order_bytes + cost_bytes + span_bytes;
+  const int32_t max_spans = (mask.s_k + kTileItemCols - 1) / kTileItemCols + 1;
+  char* at = static_cast<char*>(base);
+  int64_t bytes = 0;
+  const auto take = [&](int64_t size) {
+    char* part = base == nullptr ? nullptr : at + bytes;
+    bytes += align_up(size, 256);
+    return part;
+  };
+  const auto take_lists = [&](int32_t count) {
+    const int64_t all = lists * count;
+    return SpanLists{reinterpret_cast<QueryTileEntry*>(take(all * int64_t{sizeof(QueryTileEntry)})),
+                     reinterpret_cast<TileCost*>(take(all * int64_t{sizeof(TileCost)})),
+                     reinterpret_cast<Span*>(take(all * max_spans * int64_t{sizeof(Span)})), count};
+  };
+  ScheduleView made;
+  made.totals = reinterpret_cast<ScheduleTotals*>(take(sizeof(ScheduleTotals)));
+  made.hulls = reinterpret_cast<ColumnHull*>(take(lists * num_hulls * int64_t{sizeof(ColumnHull)}));
+  made.tiles = take_lists(num_q_tiles);
+  made.pairs = take_lists((num_q_tiles + 1) / 2);
+  made.num_hulls = num_hulls, made.num_q_tiles = num_q_tiles, made.max_spans = max_spans;
+  if (view != nullptr) *view = made;
+  return bytes;
 }
 
 // --- Rows a column hides -------------------------------------------------------------------------

@@ -12,7 +12,8 @@ namespace fm3::sm90 {
 // items of this length is shorter.
 class SpanWriter {
  public:
-  FM3_HOST_DEVICE SpanWriter(Span* spans, bool is_writer) : spans_(spans), is_writer_(is_writer) {}
+  FM3_HOST_DEVICE SpanWriter(Span* spans, bool is_writer, int32_t item_cols)
+      : spans_(spans), is_writer_(is_writer), granules_per_item_(item_cols / kGranuleCols) {}
 
   FM3_HOST_DEVICE bool wants_only_full_end() const { return run_begin_ >= 0; }
   FM3_HOST_DEVICE bool is_idle_at(int32_t granule) const {
@@ -43,20 +44,18 @@ class SpanWriter {
   FM3_HOST_DEVICE int32_t num_spans() const { return num_spans_; }
 
  private:
-  static constexpr int32_t kGranulesPerItem = kItemCols / kGranuleCols;
-
   FM3_HOST_DEVICE void close_run(int32_t end) {
-    const int32_t num_full = (end - run_begin_) / kGranulesPerItem;
+    const int32_t num_full = (end - run_begin_) / granules_per_item_;
     if (num_full > 0) emit(run_begin_, num_full, true);
-    const int32_t rest = run_begin_ + num_full * kGranulesPerItem;
+    const int32_t rest = run_begin_ + num_full * granules_per_item_;
     run_begin_ = -1;
     if (rest < end) emit(rest, 1, false);
   }
   FM3_HOST_DEVICE void emit(int32_t granule, int32_t count, bool is_full) {
     num_items_ += count;
-    next_free_ = granule + count * kGranulesPerItem;
+    next_free_ = granule + count * granules_per_item_;
     if (open_count_ > 0 && open_is_full_ == is_full &&
-        open_granule_ + open_count_ * kGranulesPerItem == granule &&
+        open_granule_ + open_count_ * granules_per_item_ == granule &&
         open_count_ + count <= kMaxSpanItems) {
       open_count_ += count;
       return;
@@ -64,7 +63,7 @@ class SpanWriter {
     flush();
     while (count > kMaxSpanItems) {
       write(granule, kMaxSpanItems, is_full);
-      granule += kMaxSpanItems * kGranulesPerItem;
+      granule += kMaxSpanItems * granules_per_item_;
       count -= kMaxSpanItems;
     }
     open_granule_ = granule, open_count_ = count, open_is_full_ = is_full;
@@ -80,6 +79,7 @@ class SpanWriter {
 
   Span* spans_;
   bool is_writer_;
+  int32_t granules_per_item_;
   int32_t run_begin_ = -1, next_free_ = 0;
   int32_t open_granule_ = 0, open_count_ = 0;
   bool open_is_full_ = false;

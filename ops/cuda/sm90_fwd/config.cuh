@@ -12,12 +12,15 @@ namespace fm3::sm90 {
 
 // kHeadQk, kHeadV: head dims the tiles are padded to (the tensor maps zero-fill past the real ones).
 // kCols: key columns of one step; kItemCols is a multiple, so that wide heads split an item.
-template <int kHeadQk_, int kHeadV_, int kCols_, class T_>
+template <int kHeadQk_, int kHeadV_, int kCols_, bool kIsPair_, class T_>
 struct FwdConfig {
   using T = T_;
   static constexpr int kHeadQk = kHeadQk_, kHeadV = kHeadV_, kCols = kCols_;
+  static constexpr bool kIsPair = kIsPair_;
+  static constexpr int kItemCols = kIsPair ? kPairItemCols : kTileItemCols;
   static constexpr int kStepsPerItem = kItemCols / kCols;
   static_assert(kStepsPerItem * kCols == kItemCols && kCols % 16 == 0);
+  static constexpr int kTeam = kIsPair ? 2 : 1;  // CTAs that walk one list
 
   static constexpr int kRowsPerGroup = 64;  // query rows of one consumer warpgroup
   static constexpr int kNumConsumers = kTileQ / kRowsPerGroup;
@@ -26,7 +29,13 @@ struct FwdConfig {
   static constexpr int kStages = 2;
   // Four steps of lead cover the latency of reading bounds; d 256 leaves room for one.
   static constexpr int kMaskSlots = kHeadQk > 192 ? 1 : 4;
+  // With three, the first group's Q of a tile is there before the tile before has ended, and the
+  // second's takes the place of the first group's, which is done half a step earlier.
+  static constexpr int kQSlots = kHeadQk <= 128 && !kIsPair ? 3 : 2;
   static constexpr int kTileSlots = 2;
+  // Claims passed on between two CTAs; the K ring keeps their loaders within two steps of each other,
+  // so that at most three claims are under way.
+  static constexpr int kClaimSlots = 4;
   static constexpr int kProducerRegs = 40, kConsumerRegs = 232;
 
   static constexpr int kPanelCols = 64;  // 128 bytes: one swizzle row
@@ -46,8 +55,8 @@ struct FwdConfig {
   };
 
   // name              arrivals          signalled by        waited by    then it is safe to
-  // q_full[g]         1 + bytes         loader (TMA)        group g      read smem q of group g
-  // q_empty[g]        4 warps           group g             loader       overwrite it
+  // q_full[r]         1 + bytes         loader (TMA)        a group      read q[r]
+  // q_empty[r]        4 warps           that group          loader       overwrite q[r]
   // k_full[s]         1 + bytes         loader (TMA)        consumers    read k[s], step[s]
   // k_empty[s]        8 warps           consumers           loader       overwrite k[s], step[s]
   // v_full[s]         1 + bytes         loader (TMA)        consumers    read v[s]
@@ -56,23 +65,34 @@ struct FwdConfig {
   // mask_empty[m]     8 warps           consumers           mask warps   overwrite mask_bits[m]
   // tile_full[t]      1                 loader              mask warps   read tile[t]
   // tile_empty[t]     3 warps           mask warps          loader       overwrite tile[t]
-  // named 1 + g       256 threads       the other group     group g      issue its wgmmas (ping-pong)
+  // claim_full[c]     1 + 4 bytes       rank 0's loader     rank 1's     read claim[c]
+  // With pairs, k_empty and v_empty take twice the arrivals: the consumers of both CTAs.
   struct Tile {
     int32_t q_tile_idx, h_idx, b_idx, num_spans;  // num_spans 0: no more tiles
   };
 
+  // What the loader keeps of the step whose V it has not copied yet; registers are scarce there, too.
+  struct PendingV {
+    int32_t k_begin, h_kv_idx, b_idx;
+  };
+
   struct Smem {
-    alignas(1024) uint8_t q[kNumConsumers][kBytesQGroup];
+    alignas(1024) uint8_t q[kQSlots][kBytesQGroup];
     alignas(1024) uint8_t k[kStages][kBytesK];
     alignas(1024) uint8_t v[kStages][kBytesV];
     // Bit c % 32 of word [row][c / 32]: row of the query tile sees column c of the step.
     uint32_t mask_bits[kMaskSlots][kTileQ][kMaskRowWords];
     Step step[kStages];
     Tile tile[kTileSlots];
-    ptx::Barrier q_full[kNumConsumers], q_empty[kNumConsumers];
+    int32_t claim[kClaimSlots];
+    PendingV pending_v;
+    int32_t seen_rows;  // key rows that the loader knows to be in (remote_rows.cuh)
+    int32_t revisit_head[kNumConsumers * 4];  // a warp each
+    ptx::Barrier q_full[kQSlots], q_empty[kQSlots];
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     ptx::Barrier mask_full[kMaskSlots], mask_empty[kMaskSlots];
     ptx::Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
+    ptx::Barrier claim_full[kClaimSlots];
   };
   static constexpr int kSmemBytes = sizeof(Smem);
   static_assert(kSmemBytes <= 232448, "Hopper gives one CTA 227 KiB");
@@ -87,6 +107,14 @@ struct RingPos {
     if (++slot == kCount) slot = 0, parity ^= 1;
   }
 };
+
+// Whether two CTAs walk the list of a pair of query tiles together, each loading half of K and V for
+// both: for masks where neighbouring tiles see nearly the same columns. Uniform over the grid.
+__device__ __forceinline__ bool use_pairs(const FwdArgs& args) {
+  const ScheduleTotals totals = *args.schedule.totals;
+  // Columns times query tiles; pairs may visit 1/128 more.
+  return totals.pair_items * 2 * kPairItemCols * 128 <= totals.tile_items * kTileItemCols * 129;
+}
 
 __device__ __forceinline__ int32_t mask_head(const FwdArgs& args, int32_t h_idx) {
   return h_idx / (args.h_q / args.mask.h_mask);

@@ -3,10 +3,9 @@
 // each other in it without a gap.
 #pragma once
 
-#include <type_traits>
-
 #include "../softmax.cuh"
-#include "config.cuh"
+#include "revisit.cuh"
+#include "tile_lists.cuh"
 
 namespace fm3::sm90 {
 
@@ -17,27 +16,35 @@ class Consumer {
   using Step = typename Config::Step;
   static constexpr int kCols = Config::kCols;
   static constexpr int kRegsS = kCols / 2, kRegsO = Config::kHeadV / 2, kRegsP = kCols / 4;
-  // P of a far too small m still fits bf16 (not fp16).
-  static constexpr bool kMayKeepReference = std::is_same_v<T, __nv_bfloat16>;
   using MmaQk = ptx::Wgmma<kCols, T>;
   using MmaPv = ptx::Wgmma<Config::kHeadV, T, false, true>;
 
  public:
-  __device__ __forceinline__ Consumer(const FwdArgs& args, Smem& smem, int group)
+  __device__ __forceinline__ Consumer(const FwdArgs& args, Smem& smem, int32_t rank, int group)
       : args_(args),
         smem_(smem),
         group_(group),
         warp_(threadIdx.x / 32 % 4),
-        lane_(threadIdx.x % 32) {}
+        lane_(threadIdx.x % 32) {
+    const uint32_t base = ptx::smem_addr(&smem);
+    if (group == 1) next_q_.next();
+    if constexpr (Config::kIsPair) to_other_ = ptx::map_to_cta(base, rank ^ 1) - base;
+  }
 
   // For step j of the stream, with j - 1 possibly the last of another query tile:
   //   issue S_j = Q K_j^T ; issue O += P_{j-1} V_{j-1} ; let the other group issue its own
   //   wait S_j ; mask it ; P_j = exp2(S_j - m) while O is still multiplying
   //   wait O ; if j began a tile: write out the finished one, else rescale O if m grew
   // so the epilogue of a tile runs while the other group multiplies, and the tensor cores see the
-  // next tile's first product before it. Taking turns by named barriers or not was within 2 % either
-  // way on every case of the fifteen (H200, 2026-11-29).
+  // next tile's first product before it.
   __device__ __forceinline__ void run() {
+    if (lane_ == 0) *revisit_head() = kNoBlock;
+    run_stream();
+    revisit<T, Config::kHeadV>(args_, revisit_head());
+  }
+
+ private:
+  __device__ __forceinline__ void run_stream() {
     float acc_s[kRegsS];
     float acc_o[kRegsO];
     uint32_t reg_p[kRegsP];
@@ -75,9 +82,9 @@ class Consumer {
       // NOTE: the waits for O stand behind branches that need the exponentials or their maxima. In
       // the same basic block ptxas moves them up, ahead of the softmax, and nothing overlaps.
       constexpr int32_t kNotPlain = Config::kFirst | Config::kLast | Config::kPartial;
-      if (kMayKeepReference && !(next.flags & kNotPlain) && softmax.has_reference()) {
+      if (!(next.flags & kNotPlain) && softmax.has_reference()) {
         prescale(acc_s);
-        if (softmax.exponentiate_as_is(acc_s)) {
+        if (softmax.exponentiate_as_is<T>(acc_s)) {
           finish_pv<0>(acc_o);
         } else {
           finish_pv<1>(acc_o);
@@ -125,16 +132,31 @@ class Consumer {
     return smem_.step[k_pos_.slot];
   }
   __device__ __forceinline__ void wait_q() {
-    ptx::mbar_wait_warp(&smem_.q_full[group_], q_parity_);
-    q_parity_ ^= 1;
+    ptx::mbar_wait_warp(&smem_.q_full[next_q_.slot], next_q_.parity);
+    q_slot_ = next_q_.slot;
+    next_q_.next();
+    next_q_.next();
   }
   __device__ __forceinline__ void release(ptx::Barrier* barrier) {
     __syncwarp();
     if (lane_ == 0) ptx::mbar_arrive(barrier);
   }
 
+  __device__ __forceinline__ int32_t* revisit_head() {
+    return &smem_.revisit_head[group_ * 4 + warp_];
+  }
+
+  // To the loaders of both CTAs in a pair, because each copies into both.
+  __device__ __forceinline__ void release_kv(ptx::Barrier* barrier) {
+    __syncwarp();
+    if (lane_ == 0) {
+      ptx::mbar_arrive(barrier);
+      if constexpr (Config::kIsPair) ptx::mbar_arrive_at(ptx::smem_addr(barrier) + to_other_);
+    }
+  }
+
   __device__ __forceinline__ void issue_qk(float (&acc_s)[kRegsS]) {
-    const uint64_t desc_q = ptx::wgmma_desc(ptx::smem_addr(smem_.q[group_]));
+    const uint64_t desc_q = ptx::wgmma_desc(ptx::smem_addr(smem_.q[q_slot_]));
     const uint64_t desc_k = ptx::wgmma_desc(ptx::smem_addr(smem_.k[k_pos_.slot]));
     ptx::wgmma_fence();
 #pragma unroll
@@ -162,12 +184,12 @@ class Consumer {
   __device__ __forceinline__ void finish_pv(float (&acc_o)[kRegsO]) {
     ptx::wgmma_wait_here<kPlace>();
     ptx::wgmma_pin(acc_o);
-    release(&smem_.v_empty[v_pos_.slot]);
+    release_kv(&smem_.v_empty[v_pos_.slot]);
     v_pos_.next();
   }
 
   __device__ __forceinline__ void release_k() {
-    release(&smem_.k_empty[k_pos_.slot]);
+    release_kv(&smem_.k_empty[k_pos_.slot]);
     k_pos_.next();
   }
 
@@ -183,7 +205,7 @@ class Consumer {
   __device__ __forceinline__ void compute_scores_again(float (&acc_s)[kRegsS]) {
 #pragma unroll
     for (int reg = 0; reg < kRegsS; ++reg) acc_s[reg] = 0.0f;
-    const uint8_t* smem_q = smem_.q[group_];
+    const uint8_t* smem_q = smem_.q[q_slot_];
     const uint8_t* smem_k = smem_.k[k_pos_.slot];
     // Lane l gives row l % 8 of 8x8 matrix l / 8: A wants (rows, k) blocks (0,0) (8,0) (0,8) (8,8),
     // two B blocks of 8 columns (0,0) (0,8) (8,0) (8,8).
@@ -205,7 +227,7 @@ class Consumer {
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
           float (&acc)[4] = *reinterpret_cast<float (*)[4]>(&acc_s[4 * (2 * block + part)]);
-          ptx::mma_m16n8k16_bf16(acc, reg_q, reg_k[2 * part], reg_k[2 * part + 1]);
+          ptx::mma_m16n8k16<T>(acc, reg_q, reg_k[2 * part], reg_k[2 * part + 1]);
         }
       }
     }
@@ -213,7 +235,7 @@ class Consumer {
 
   // S is in registers: let the loader have Q after the tile's last step, then mask S.
   __device__ __forceinline__ void finish_qk(int32_t flags, float (&acc_s)[kRegsS]) {
-    if (flags & Config::kLast) release(&smem_.q_empty[group_]);
+    if (flags & Config::kLast) release(&smem_.q_empty[q_slot_]);
     prescale(acc_s);
     if (flags & Config::kPartial) {
       ptx::mbar_wait_warp(&smem_.mask_full[mask_pos_.slot], mask_pos_.parity);
@@ -253,6 +275,7 @@ class Consumer {
                                              const float (&acc_o)[kRegsO]) {
     const int32_t row = step.q_begin + group_ * Config::kRowsPerGroup + warp_ * 16 + lane_ / 4;
     const bool is_odd = lane_ & 1;
+    bool is_bad = false;
     const int32_t col = (is_odd ? 8 : 0) + (lane_ & 2) * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -260,6 +283,7 @@ class Consumer {
       const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
       const int32_t q_idx = row + 8 * half;
       const bool is_row = q_idx < args_.s_q;
+      uint32_t trace[2] = {0, 0};  // NaN in a half if an output is not finite, else 0 or -0
       T* out = static_cast<T*>(args_.out) + step.b_idx * args_.stride_out.b +
                q_idx * args_.stride_out.s + step.h_idx * args_.stride_out.h;  // [d_v]
 #pragma unroll
@@ -270,25 +294,37 @@ class Consumer {
           return sum == 0.0f ? 0u : ptx::pack2<T>(acc_o[reg] * inverse, acc_o[reg + 1] * inverse);
         };
         const uint32_t first = packed(block), second = packed(block + 1);
+        trace[0] = ptx::fma2<T>(first, 0, trace[0]);
+        trace[1] = ptx::fma2<T>(second, 0, trace[1]);
         const uint32_t other = __shfl_xor_sync(0xFFFFFFFF, is_odd ? first : second, 1);
         const uint2 value = is_odd ? make_uint2(other, second) : make_uint2(first, other);
-        if (is_row && 8 * block + col < args_.d_v) {
+        if (is_row && col < args_.d_v - 8 * block) {
           *reinterpret_cast<uint2*>(out + 8 * block + col) = value;
         }
       }
+      is_bad |= is_row && ((trace[0] | trace[1]) & 0x7FFF7FFF) != 0 && isfinite(sum);
       if (is_row && lane_ % 4 == 0) {
         args_.lse[(int64_t{step.b_idx} * args_.h_q + step.h_idx) * args_.s_q + q_idx] =
             softmax.lse(half, sum, args_.scale);
       }
+    }
+    if (__any_sync(kAllLanes, is_bad)) {
+      note_revisit(
+          args_, revisit_head(),
+          revisit_block(args_, step.b_idx, step.h_idx,
+                        step.q_begin + group_ * Config::kRowsPerGroup + warp_ * kRevisitRows));
     }
   }
 
   const FwdArgs& args_;
   Smem& smem_;
   int group_, warp_, lane_;
-  RingPos<Config::kStages> k_pos_, v_pos_;
+  uint32_t to_other_ = 0;  // from an address of this CTA to the same of the other
+  RingPos<Config::kStages> k_pos_;
+  RingPos<Config::kStages> v_pos_;
   RingPos<Config::kMaskSlots> mask_pos_;
-  uint32_t q_parity_ = 0;
+  RingPos<Config::kQSlots> next_q_;  // of this group's next tile
+  int32_t q_slot_ = 0;
 };
 
 }  // namespace fm3::sm90

@@ -4,56 +4,108 @@
 //   loader warp   claims a query tile, walks its spans, copies Q, K, V by TMA two steps ahead
 //   mask warps    for partial steps: bounds -> bits, up to four steps ahead
 //   consumers     64 rows each, taking turns on the tensor cores
+//
+// Compiled twice into one kernel: each CTA for itself, and two CTAs of a cluster on neighbouring query
+// tiles, each copying half of K and V into both (multicast). The mask decides which runs (use_pairs).
 #pragma once
 
 #include "consumer.cuh"
+#include "mask_maker.cuh"
 #include "producer.cuh"
 
 namespace fm3::sm90 {
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    fwd_kernel(const __grid_constant__ FwdArgs args) {
-  extern __shared__ __align__(1024) uint8_t smem_raw[];
+__device__ __forceinline__ void init_barriers(typename Config::Smem& smem) {
+  constexpr int kGroupWarps = 4, kConsumerWarps = kGroupWarps * Config::kNumConsumers;
+  for (int slot = 0; slot < Config::kQSlots; ++slot) {
+    ptx::mbar_init(&smem.q_full[slot], 1);
+    ptx::mbar_init(&smem.q_empty[slot], kGroupWarps);
+  }
+  for (int stage = 0; stage < Config::kStages; ++stage) {
+    ptx::mbar_init(&smem.k_full[stage], 1);
+    ptx::mbar_init(&smem.v_full[stage], 1);
+    ptx::mbar_init(&smem.k_empty[stage], kConsumerWarps * Config::kTeam);
+    ptx::mbar_init(&smem.v_empty[stage], kConsumerWarps * Config::kTeam);
+  }
+  for (int slot = 0; slot < Config::kMaskSlots; ++slot) {
+    ptx::mbar_init(&smem.mask_full[slot], Config::kMaskWarps);
+    ptx::mbar_init(&smem.mask_empty[slot], kConsumerWarps);
+  }
+  for (int slot = 0; slot < Config::kTileSlots; ++slot) {
+    ptx::mbar_init(&smem.tile_full[slot], 1);
+    ptx::mbar_init(&smem.tile_empty[slot], Config::kMaskWarps);
+  }
+  for (int slot = 0; slot < Config::kClaimSlots; ++slot) {
+    ptx::mbar_init(&smem.claim_full[slot], 1);
+  }
+  ptx::fence_mbar_init();
+}
+
+// No CTA may end while the other still copies into it or arrives at its barriers.
+template <class Config>
+__device__ __forceinline__ void leave_team() {
+  if constexpr (Config::kIsPair) {
+    __syncwarp();
+    ptx::cluster_sync_relaxed();
+  }
+}
+
+template <class Config>
+__device__ __forceinline__ void produce(const FwdArgs& args, uint8_t* smem_raw, int32_t rank) {
   auto& smem = *reinterpret_cast<typename Config::Smem*>(smem_raw);
+  const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 32, 0);
+  if (warp == 0) {
+    Loader<Config>(args, smem, rank).run();
+  } else {
+    MaskMaker<Config>(args, smem, warp - 1).run();
+  }
+  leave_team<Config>();
+}
+
+template <class Config>
+__device__ __forceinline__ void consume(const FwdArgs& args, uint8_t* smem_raw, int32_t rank,
+                                        int group) {
+  auto& smem = *reinterpret_cast<typename Config::Smem*>(smem_raw);
+  Consumer<Config>(args, smem, rank, group).run();
+  leave_team<Config>();
+}
+
+// `Pair` may be Single: such a kernel never pairs.
+template <class Single, class Pair>
+__global__ void __launch_bounds__(Single::kThreads, 1)
+    fwd_kernel(const __grid_constant__ FwdArgs args) {
+  constexpr bool kHasPairs = Pair::kIsPair;
+  extern __shared__ __align__(1024) uint8_t smem_raw[];
   // Swizzled tiles need the alignment that the declaration asks for.
   if (ptx::smem_addr(smem_raw) % 1024 != 0) __trap();
+  const bool is_pair = kHasPairs && use_pairs(args);
   if (threadIdx.x == 0) {
-    constexpr int kGroupWarps = 4, kConsumerWarps = kGroupWarps * Config::kNumConsumers;
-    for (int group = 0; group < Config::kNumConsumers; ++group) {
-      ptx::mbar_init(&smem.q_full[group], 1);
-      ptx::mbar_init(&smem.q_empty[group], kGroupWarps);
+    if (is_pair) {
+      init_barriers<Pair>(*reinterpret_cast<typename Pair::Smem*>(smem_raw));
+    } else {
+      init_barriers<Single>(*reinterpret_cast<typename Single::Smem*>(smem_raw));
     }
-    for (int stage = 0; stage < Config::kStages; ++stage) {
-      ptx::mbar_init(&smem.k_full[stage], 1);
-      ptx::mbar_init(&smem.v_full[stage], 1);
-      ptx::mbar_init(&smem.k_empty[stage], kConsumerWarps);
-      ptx::mbar_init(&smem.v_empty[stage], kConsumerWarps);
-    }
-    for (int slot = 0; slot < Config::kMaskSlots; ++slot) {
-      ptx::mbar_init(&smem.mask_full[slot], Config::kMaskWarps);
-      ptx::mbar_init(&smem.mask_empty[slot], kConsumerWarps);
-    }
-    for (int slot = 0; slot < Config::kTileSlots; ++slot) {
-      ptx::mbar_init(&smem.tile_full[slot], 1);
-      ptx::mbar_init(&smem.tile_empty[slot], Config::kMaskWarps);
-    }
-    ptx::fence_mbar_init();
   }
   __syncthreads();
+  const auto rank = is_pair ? static_cast<int32_t>(ptx::cluster_cta_rank()) : 0;
+  if (is_pair) ptx::cluster_sync();
 
   const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {
-    ptx::reg_dealloc<Config::kProducerRegs>();
-    const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 32, 0);
-    if (warp == 0) {
-      Loader<Config>(args, smem).run();
+    ptx::reg_dealloc<Single::kProducerRegs>();
+    if (kHasPairs && is_pair) {
+      produce<Pair>(args, smem_raw, rank);
     } else {
-      MaskMaker<Config>(args, smem, warp - 1).run();
+      produce<Single>(args, smem_raw, rank);
     }
   } else {
-    ptx::reg_alloc<Config::kConsumerRegs>();
-    Consumer<Config>(args, smem, warpgroup - 1).run();
+    ptx::reg_alloc<Single::kConsumerRegs>();
+    if (kHasPairs && is_pair) {
+      consume<Pair>(args, smem_raw, rank, warpgroup - 1);
+    } else {
+      consume<Single>(args, smem_raw, rank, warpgroup - 1);
+    }
   }
 }
 

@@ -9,18 +9,44 @@ namespace fm3::sm90 {
 // launch helper merged across objects would set the attribute of one stub and launch another.
 namespace {
 
-template <class Config>
+template <class Single, class Pair>
 cudaError_t launch(const FwdArgs& args, int32_t num_ctas, cudaStream_t stream) {
+  constexpr int kSmemBytes =
+      Single::kSmemBytes > Pair::kSmemBytes ? Single::kSmemBytes : Pair::kSmemBytes;
   const cudaError_t error = cudaFuncSetAttribute(
-      fwd_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes);
+      fwd_kernel<Single, Pair>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
   if (error != cudaSuccess) return error;
-  fwd_kernel<Config><<<num_ctas, Config::kThreads, Config::kSmemBytes, stream>>>(args);
-  return cudaGetLastError();
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {Pair::kTeam, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = num_ctas, config.blockDim = Single::kThreads;
+  config.dynamicSmemBytes = kSmemBytes, config.stream = stream;
+  config.attrs = &cluster, config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, fwd_kernel<Single, Pair>, args);
 }
 
-template <class Config>
+// Heads up to 128 take an item in one step; wider ones lack the shared memory, take the items of
+// single tiles in two, and never pair.
+template <int kHeadQk, int kHeadV, class T>
 constexpr FwdKernel make_kernel(DType dtype) {
-  return {dtype, Config::kHeadQk, Config::kHeadV, Config::kCols, launch<Config>};
+  if constexpr (kHeadQk <= 128) {
+    return {dtype,
+            kHeadQk,
+            kHeadV,
+            kTileItemCols,
+            kPairItemCols,
+            launch<FwdConfig<kHeadQk, kHeadV, kTileItemCols, false, T>,
+#ifdef ONLY_SINGLE
+                   FwdConfig<kHeadQk, kHeadV, kTileItemCols, false, T>
+#else
+                   FwdConfig<kHeadQk, kHeadV, kPairItemCols, true, T>
+#endif
+                   >};
+  } else {
+    using Single = FwdConfig<kHeadQk, kHeadV, kTileItemCols / 2, false, T>;
+    return {dtype, kHeadQk, kHeadV, Single::kCols, Single::kCols, launch<Single, Single>};
+  }
 }
 
 }  // namespace

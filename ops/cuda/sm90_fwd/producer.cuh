@@ -1,119 +1,143 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warpgroup 0: the loader warp claims query tiles and issues the copies; three mask warps turn the
-// bounds of partial steps into row bits. Both read the same spans and run ahead of the consumers.
+// Warp 0 of warpgroup 0: claims query tiles, walks their spans and issues the copies, ahead of the
+// consumers.
 #pragma once
 
-#include "config.cuh"
 #include "remote_rows.cuh"
+#include "tile_lists.cuh"
 
 namespace fm3::sm90 {
 
-constexpr uint32_t kAllLanes = 0xFFFFFFFF;
-
-// Spans of one query tile, 32 at a time in the lanes of a warp.
-class SpanReader {
- public:
-  __device__ __forceinline__ SpanReader(const Span* spans, int32_t num_spans)
-      : spans_(spans), num_spans_(num_spans), lane_(threadIdx.x % 32) {
-    fetch(0);
-  }
-  __device__ __forceinline__ Span get(int32_t idx) {
-    if (idx != 0 && idx % 32 == 0) fetch(idx);
-    return {__shfl_sync(kAllLanes, packed_, idx % 32)};
-  }
-
- private:
-  __device__ __forceinline__ void fetch(int32_t base) {
-    packed_ = base + lane_ < num_spans_ ? __ldg(&spans_[base + lane_].packed) : 0;
-  }
-  const Span* spans_;
-  int32_t num_spans_, lane_;
-  uint32_t packed_;
-};
-
-__device__ __forceinline__ int64_t mask_list(const FwdArgs& args, int32_t b_idx, int32_t h_idx) {
-  return int64_t{b_idx} * args.mask.h_mask + mask_head(args, h_idx);
-}
-
-__device__ __forceinline__ const Span* tile_spans(const FwdArgs& args, int32_t b_idx, int32_t h_idx,
-                                                  int32_t q_tile_idx) {
-  const ScheduleView& schedule = args.schedule;
-  return schedule.spans +
-         (mask_list(args, b_idx, h_idx) * schedule.num_q_tiles + q_tile_idx) * schedule.max_spans;
-}
-
 // Work order: batch entries in turn; in each, groups of heads whose K/V fit the L2 together; in a
 // group, tiles from the dearest to the cheapest, the heads of the group side by side.
+struct TilePlace {
+  int32_t b_idx, h_idx, rank;  // rank: in the order of its list
+};
+
 template <class Config>
-__device__ __forceinline__ typename Config::Tile decode_tile(const FwdArgs& args, int32_t tile) {
-  if (tile >= args.num_tiles) return {0, 0, 0, 0};
-  const int32_t num_q_tiles = args.schedule.num_q_tiles;
-  const int32_t tiles_per_batch = args.h_q * num_q_tiles;
-  const int32_t b_idx = tile / tiles_per_batch;
-  int32_t rest = tile - b_idx * tiles_per_batch;
-  const int32_t h_begin = rest / (args.heads_per_group * num_q_tiles) * args.heads_per_group;
-  rest -= h_begin * num_q_tiles;
+__device__ __forceinline__ TilePlace locate_tile(const FwdArgs& args, int32_t tile_id) {
+  const int32_t count = team_lists<Config>(args).count;
+  const int32_t tiles_per_batch = args.h_q * count;
+  const int32_t b_idx = tile_id / tiles_per_batch;
+  int32_t rest = tile_id - b_idx * tiles_per_batch;
+  const int32_t h_begin = rest / (args.heads_per_group * count) * args.heads_per_group;
+  rest -= h_begin * count;
   const int32_t width = min(args.heads_per_group, args.h_q - h_begin);
   const int32_t rank = rest / width;
-  const int32_t h_idx = h_begin + rest - rank * width;
-  const QueryTileEntry entry =
-      args.schedule.order[mask_list(args, b_idx, h_idx) * num_q_tiles + rank];
-  return {entry.q_tile_idx, h_idx, b_idx, entry.num_spans};
+  return {b_idx, h_begin + rest - rank * width, rank};
 }
 
-// --- Loader: one warp ----------------------------------------------------------------------------
 template <class Config>
 class Loader {
   using Smem = typename Config::Smem;
   using Tile = typename Config::Tile;
 
  public:
-  __device__ __forceinline__ Loader(const FwdArgs& args, Smem& smem)
-      : args_(args), smem_(smem), is_issuer_(threadIdx.x % 32 == 0) {}
+  __device__ __forceinline__ Loader(const FwdArgs& args, Smem& smem, int32_t rank)
+      : args_(args), smem_(smem), rank_(rank), is_issuer_(threadIdx.x % 32 == 0) {}
 
   // PPT: the next tile is claimed while the current one's copies are still being issued, so a CTA
-  // asks for work at the pace it finishes it.
+  // asks for work at the pace it finishes it. A claim takes an atomic, the tile's place in the order
+  // and its spans, each a trip to L2: one is begun after each step and looked at after the next, so
+  // that the copies, which are only two steps ahead, never wait for one.
   __device__ __forceinline__ void run() {
-    Tile tile = claim(static_cast<int32_t>(blockIdx.x));
-    while (tile.num_spans > 0) {
-      Tile next_tile{};
-      bool has_next = false;
-      int32_t num_steps = 0;
-      SpanReader spans(tile_spans(args_, tile.b_idx, tile.h_idx, tile.q_tile_idx), tile.num_spans);
-      for (int32_t span_idx = 0; span_idx < tile.num_spans; ++span_idx) {
-        const Span span = spans.get(span_idx);
-        const int32_t steps = span.count() * Config::kStepsPerItem;
-        const bool is_last_span = span_idx == tile.num_spans - 1;
-        for (int32_t step = 0; step < steps; ++step) {
-          const int32_t flags = (num_steps == 0 ? Config::kFirst : 0) |
-                                (is_last_span && step == steps - 1 ? Config::kLast : 0) |
-                                (span.is_full() ? 0 : Config::kPartial);
-          load_step(tile, span.k_begin() + step * Config::kCols, flags);
-          if (++num_steps == 2) next_tile = claim_next(), has_next = true;
-        }
+    if (is_issuer_) smem_.seen_rows = 0;
+    __syncwarp();
+    claimed_ = static_cast<int32_t>(blockIdx.x) / Config::kTeam -
+               static_cast<int32_t>(gridDim.x) / Config::kTeam;
+    Tile tile{};
+    uint32_t packed = 0;  // 32 spans of the tile, one a lane
+    int32_t span_idx = 0, num_steps = 0, k_begin = 0, flags = 0;  // num_steps: left of the span
+    int32_t phase = 1;                                            // of the next claim
+    bool is_begin = true;
+    while (true) {
+      if (num_steps == 0 && span_idx == tile.num_spans && phase == kClaimPhases) {
+        tile = smem_.tile[tile_pos_.slot];
+        tile_pos_.next();
+        if (tile.num_spans == 0) break;
+        packed = next_spans_;
+        span_idx = 0, phase = 0, is_begin = false;
       }
-      tile = has_next ? next_tile : claim_next();
+      if (num_steps == 0 && span_idx < tile.num_spans) {
+        if (span_idx != 0 && span_idx % 32 == 0) {
+          packed = fetch_spans(tile_spans<Config>(args_, tile), tile.num_spans, span_idx);
+        }
+        const Span span = {__shfl_sync(kAllLanes, packed, span_idx % 32)};
+        num_steps = span.count() * Config::kStepsPerItem;
+        k_begin = span.k_begin();
+        flags = (span_idx == 0 ? Config::kFirst : 0) | (span.is_full() ? 0 : Config::kPartial);
+        ++span_idx;
+      }
+      if (num_steps > 0) {
+        --num_steps;
+        const bool is_last = num_steps == 0 && span_idx == tile.num_spans;
+        load_step(tile, k_begin, flags | (is_last ? Config::kLast : 0));
+        flags &= ~Config::kFirst;
+        k_begin += Config::kCols;
+      }
+      if (phase < kClaimPhases) advance_claim(phase++, is_begin);
     }
     finish();
   }
 
  private:
-  __device__ __forceinline__ Tile claim_next() {
-    int32_t claimed = 0;
-    if (is_issuer_) claimed = atomicAdd(args_.next_tile, 1);
-    return claim(static_cast<int32_t>(gridDim.x) + __shfl_sync(kAllLanes, claimed, 0));
-  }
-  // Decodes the tile and hands it to the mask warps.
-  __device__ __forceinline__ Tile claim(int32_t tile_id) {
-    const Tile tile = decode_tile<Config>(args_, tile_id);
-    ptx::mbar_wait_warp(&smem_.tile_empty[tile_pos_.slot], tile_pos_.parity ^ 1);
-    if (is_issuer_) {
-      smem_.tile[tile_pos_.slot] = tile;
-      ptx::mbar_arrive(&smem_.tile_full[tile_pos_.slot]);
+  static constexpr int32_t kClaimPhases = 3;
+
+  // The claimed tile grows in its slot of shared memory: registers are scarce here, too.
+  __device__ __forceinline__ void advance_claim(int32_t phase, bool is_begin) {
+    Tile& next = smem_.tile[tile_pos_.slot];
+    if (phase == 0) {
+      ask_for_claim();
+    } else if (phase == 1) {
+      const int32_t tile_id = receive_claim(is_begin);
+      ptx::mbar_wait_warp(&smem_.tile_empty[tile_pos_.slot], tile_pos_.parity ^ 1);
+      const SpanLists& lists = team_lists<Config>(args_);
+      next_entry_ = {0, 0};
+      if (tile_id < args_.b * args_.h_q * lists.count) {
+        const TilePlace place = locate_tile<Config>(args_, tile_id);
+        if (is_issuer_) next.h_idx = place.h_idx, next.b_idx = place.b_idx;
+        next_entry_ =
+            lists.order[mask_list(args_, place.b_idx, place.h_idx) * lists.count + place.rank];
+      }
+    } else {
+      if (is_issuer_) {
+        next.q_tile_idx = next_entry_.q_tile_idx * Config::kTeam + rank_;
+        next.num_spans = next_entry_.num_spans;
+        ptx::mbar_arrive(&smem_.tile_full[tile_pos_.slot]);
+      }
+      __syncwarp();
+      if (next_entry_.num_spans > 0) {
+        const Tile tile = next;
+        next_spans_ = fetch_spans(tile_spans<Config>(args_, tile), tile.num_spans, 0);
+        if (is_issuer_) prefetch_q(tile);
+        if constexpr (Config::kQSlots > 2) load_q(tile, 0);
+      }
     }
-    __syncwarp();
-    tile_pos_.next();
-    return tile;
+  }
+  __device__ __forceinline__ void ask_for_claim() {
+    if (Config::kIsPair && rank_ != 0) {
+      if (is_issuer_) {
+        ptx::mbar_arrive_expect_tx(&smem_.claim_full[claim_pos_.slot], sizeof(int32_t));
+      }
+    } else if (is_issuer_) {
+      claimed_ = atomicAdd(args_.next_tile, 1);
+    }
+  }
+  __device__ __forceinline__ int32_t receive_claim(bool is_begin) {
+    const uint32_t slot = claim_pos_.slot;
+    int32_t tile_id =
+        static_cast<int32_t>(gridDim.x) / Config::kTeam + __shfl_sync(kAllLanes, claimed_, 0);
+    if (Config::kIsPair && !is_begin) {
+      if (rank_ != 0) {
+        ptx::mbar_wait_warp(&smem_.claim_full[slot], claim_pos_.parity);
+        tile_id = *static_cast<volatile int32_t*>(&smem_.claim[slot]);
+      } else if (is_issuer_) {
+        ptx::store_async_b32(ptx::map_to_cta(ptx::smem_addr(&smem_.claim[slot]), 1), tile_id,
+                             ptx::map_to_cta(ptx::smem_addr(&smem_.claim_full[slot]), 1));
+      }
+      claim_pos_.next();
+    }
+    return tile_id;
   }
 
   // Copies are issued in the order the consumers need them: K of this step, V of the step before
@@ -123,54 +147,88 @@ class Loader {
     const int32_t h_kv_idx = tile.h_idx / (args_.h_q / args_.h_kv);
     const int32_t q_begin = tile.q_tile_idx * kTileQ;
     ptx::mbar_wait_warp(&smem_.k_empty[k_pos_.slot], k_pos_.parity ^ 1);
-    if (args_.ready_rows != nullptr) wait_rows(args_, seen_rows_, k_begin + Config::kCols);
+    if (args_.ready_rows != nullptr) {
+      int32_t seen_rows = smem_.seen_rows;
+      wait_rows(args_, seen_rows, k_begin + Config::kCols);
+      if (is_issuer_) smem_.seen_rows = seen_rows;
+      __syncwarp();
+    }
     if (is_issuer_) {
       smem_.step[k_pos_.slot] = {flags, q_begin, tile.h_idx, tile.b_idx};
       ptx::Barrier* barrier = &smem_.k_full[k_pos_.slot];
       ptx::mbar_arrive_expect_tx(barrier, Config::kBytesK);
 #pragma unroll
       for (int panel = 0; panel < Config::kPanelsQk; ++panel) {
-        ptx::tma_load_4d(smem_.k[k_pos_.slot] + panel * Config::kCols * 128, &args_.map_k, barrier,
-                         panel * Config::kPanelCols, k_begin, h_kv_idx, tile.b_idx);
+        load_panel(smem_.k[k_pos_.slot], &args_.map_k[Config::kIsPair], barrier, panel, panel % 2,
+                   k_begin, h_kv_idx, tile.b_idx);
       }
     }
     __syncwarp();
     k_pos_.next();
     if (has_pending_v_) load_pending_v();
-    pending_k_begin_ = k_begin, pending_h_idx_ = h_kv_idx, pending_b_idx_ = tile.b_idx;
+    if (is_issuer_) smem_.pending_v = {k_begin, h_kv_idx, tile.b_idx};
     has_pending_v_ = true;
-    if (flags & Config::kFirst) load_q(tile, q_begin);
+    if (flags & Config::kFirst) {
+      if (next_q_group_ == 0) load_q(tile, 0);
+      load_q(tile, 1);
+    }
   }
 
-  __device__ __forceinline__ void load_q(const Tile& tile, int32_t q_begin) {
-#pragma unroll
-    for (int group = 0; group < Config::kNumConsumers; ++group) {
-      ptx::mbar_wait_warp(&smem_.q_empty[group], q_parity_ ^ 1);
-      if (is_issuer_) {
-        ptx::mbar_arrive_expect_tx(&smem_.q_full[group], Config::kBytesQGroup);
-#pragma unroll
-        for (int panel = 0; panel < Config::kPanelsQk; ++panel) {
-          ptx::tma_load_4d(smem_.q[group] + panel * Config::kRowsPerGroup * 128, &args_.map_q,
-                           &smem_.q_full[group], panel * Config::kPanelCols,
-                           q_begin + group * Config::kRowsPerGroup, tile.h_idx, tile.b_idx,
-                           ptx::kEvictFirst);
-        }
-      }
-      __syncwarp();
+  // 64 columns of K or V. In a pair, CTA `owner` loads them for both.
+  __device__ __forceinline__ void load_panel(uint8_t* buffer, const CUtensorMap* map,
+                                             ptx::Barrier* barrier, int panel, int32_t owner,
+                                             int32_t k_begin, int32_t h_kv_idx, int32_t b_idx) {
+    uint8_t* dst = buffer + panel * Config::kCols * 128;
+    const int32_t column = panel * Config::kPanelCols;
+    if constexpr (!Config::kIsPair) {
+      ptx::tma_load_4d(dst, map, barrier, column, k_begin, h_kv_idx, b_idx);
+    } else if (owner == rank_) {
+      ptx::tma_load_4d_multicast(dst, map, barrier, 3, column, k_begin, h_kv_idx, b_idx);
     }
-    q_parity_ ^= 1;
+  }
+
+  // The buffer of Q is free only when the tile before has its last scores; what can be done earlier
+  // is to have Q in L2 by then.
+  __device__ __forceinline__ void prefetch_q(const Tile& tile) {
+#pragma unroll
+    for (int group = Config::kQSlots > 2 ? 1 : 0; group < Config::kNumConsumers; ++group) {
+#pragma unroll
+      for (int panel = 0; panel < Config::kPanelsQk; ++panel) {
+        ptx::tma_prefetch_4d(&args_.map_q, panel * Config::kPanelCols,
+                             tile.q_tile_idx * kTileQ + group * Config::kRowsPerGroup, tile.h_idx,
+                             tile.b_idx);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_q(const Tile& tile, int group) {
+    const int32_t slot = q_pos_.slot;
+    ptx::mbar_wait_warp(&smem_.q_empty[slot], q_pos_.parity ^ 1);
+    if (is_issuer_) {
+      ptx::mbar_arrive_expect_tx(&smem_.q_full[slot], Config::kBytesQGroup);
+#pragma unroll
+      for (int panel = 0; panel < Config::kPanelsQk; ++panel) {
+        ptx::tma_load_4d(smem_.q[slot] + panel * Config::kRowsPerGroup * 128, &args_.map_q,
+                         &smem_.q_full[slot], panel * Config::kPanelCols,
+                         tile.q_tile_idx * kTileQ + group * Config::kRowsPerGroup, tile.h_idx,
+                         tile.b_idx, ptx::kEvictFirst);
+      }
+    }
+    __syncwarp();
+    q_pos_.next();
+    next_q_group_ ^= 1;
   }
 
   __device__ __forceinline__ void load_pending_v() {
     ptx::mbar_wait_warp(&smem_.v_empty[v_pos_.slot], v_pos_.parity ^ 1);
     if (is_issuer_) {
       ptx::Barrier* barrier = &smem_.v_full[v_pos_.slot];
+      const typename Config::PendingV pending = smem_.pending_v;
       ptx::mbar_arrive_expect_tx(barrier, Config::kBytesV);
 #pragma unroll
       for (int panel = 0; panel < Config::kPanelsV; ++panel) {
-        ptx::tma_load_4d(smem_.v[v_pos_.slot] + panel * Config::kCols * 128, &args_.map_v, barrier,
-                         panel * Config::kPanelCols, pending_k_begin_, pending_h_idx_,
-                         pending_b_idx_);
+        load_panel(smem_.v[v_pos_.slot], &args_.map_v[Config::kIsPair], barrier, panel,
+                   (panel + 1) % 2, pending.k_begin, pending.h_kv_idx, pending.b_idx);
       }
     }
     __syncwarp();
@@ -189,125 +247,19 @@ class Loader {
 
   const FwdArgs& args_;
   Smem& smem_;
+  int32_t rank_;  // in the team
   bool is_issuer_;
-  RingPos<Config::kStages> k_pos_, v_pos_;
+  RingPos<Config::kStages> k_pos_;
+  RingPos<Config::kStages> v_pos_;
+  RingPos<Config::kClaimSlots> claim_pos_;
   RingPos<Config::kTileSlots> tile_pos_;
-  uint32_t q_parity_ = 0;
-  int32_t pending_k_begin_ = 0, pending_h_idx_ = 0, pending_b_idx_ = 0;
+  RingPos<Config::kQSlots> q_pos_;
+  int32_t next_q_group_ = 0;
+  // The tile to come.
+  int32_t claimed_ = 0;
+  QueryTileEntry next_entry_{};
+  uint32_t next_spans_ = 0;
   bool has_pending_v_ = false;
-  int32_t seen_rows_ = 0;  // key rows known to be in
-};
-
-// --- Mask warps ----------------------------------------------------------------------------------
-// Bits [0, row) of a 32-bit word, for row clamped to [0, 32].
-__device__ __forceinline__ uint32_t rows_below(int32_t row) {
-  uint32_t at_or_above;
-  asm("shl.b32 %0, %1, %2;" : "=r"(at_or_above) : "r"(0xFFFFFFFF), "r"(max(row, 0)));
-  return ~at_or_above;
-}
-
-__device__ __forceinline__ uint32_t rows_of(const Interval& rows, int32_t first_row) {
-  return rows_below(rows.end - first_row) & ~rows_below(rows.begin - first_row);
-}
-
-// 32 x 32 bits over the lanes of a warp: bit c of lane r <-> bit r of lane c.
-__device__ __forceinline__ uint32_t transpose_bits(uint32_t bits, int lane) {
-#pragma unroll
-  for (int shift = 16; shift > 0; shift /= 2) {
-    // Bit positions whose bit `shift` is 0.
-    const uint32_t low = shift == 16  ? 0x0000FFFF
-                         : shift == 8 ? 0x00FF00FF
-                         : shift == 4 ? 0x0F0F0F0F
-                         : shift == 2 ? 0x33333333
-                                      : 0x55555555;
-    const uint32_t other = __shfl_xor_sync(kAllLanes, bits, shift);
-    const bool is_high = lane & shift;
-    const uint32_t keep = is_high ? ~low : low;
-    const uint32_t moved = __funnelshift_l(other, other, is_high ? 32 - shift : shift);
-    bits = (bits & keep) | (moved & ~keep);
-  }
-  return bits;
-}
-
-template <class Config>
-class MaskMaker {
-  using Smem = typename Config::Smem;
-  using Tile = typename Config::Tile;
-
- public:
-  __device__ __forceinline__ MaskMaker(const FwdArgs& args, Smem& smem, int warp_idx)
-      : args_(args), smem_(smem), warp_idx_(warp_idx), lane_(threadIdx.x % 32) {}
-
-  __device__ __forceinline__ void run() {
-    RingPos<Config::kTileSlots> tile_pos;
-    while (true) {
-      ptx::mbar_wait_warp(&smem_.tile_full[tile_pos.slot], tile_pos.parity);
-      const Tile tile = smem_.tile[tile_pos.slot];
-      __syncwarp();
-      if (lane_ == 0) ptx::mbar_arrive(&smem_.tile_empty[tile_pos.slot]);
-      tile_pos.next();
-      if (tile.num_spans == 0) return;
-      make_tile(tile);
-    }
-  }
-
- private:
-  __device__ __forceinline__ void make_tile(const Tile& tile) {
-    const MaskView& mask = args_.mask;
-    const int64_t list_idx = mask_list(args_, tile.b_idx, tile.h_idx);
-    const int32_t* bounds = mask.bounds + list_idx * mask.s_k * num_bounds(mask.form);
-    const int32_t* block_row =
-        mask.block_mask == nullptr
-            ? nullptr
-            : mask.block_mask + (list_idx * args_.schedule.num_q_tiles + tile.q_tile_idx) *
-                                    args_.schedule.num_hulls;
-    SpanReader spans(tile_spans(args_, tile.b_idx, tile.h_idx, tile.q_tile_idx), tile.num_spans);
-    for (int32_t span_idx = 0; span_idx < tile.num_spans; ++span_idx) {
-      const Span span = spans.get(span_idx);
-      if (span.is_full()) continue;
-      for (int32_t step = 0; step < span.count() * Config::kStepsPerItem; ++step) {
-        make_step(bounds, block_row, tile.q_tile_idx * kTileQ,
-                  span.k_begin() + step * Config::kCols);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void make_step(const int32_t* bounds, const int32_t* block_row,
-                                            int32_t q_begin, int32_t k_begin) {
-    ptx::mbar_wait_warp(&smem_.mask_empty[pos_.slot], pos_.parity ^ 1);
-    for (int word = warp_idx_; word < Config::kMaskWords; word += Config::kMaskWarps) {
-      const int32_t k_idx = k_begin + word * 32 + lane_;
-      uint32_t visible[kTileQ / 32];  // of column k_idx: bit r of [i] is row 32 i + r
-      const bool is_column =
-          k_idx < args_.mask.s_k &&
-          !(block_row != nullptr && __ldg(&block_row[k_idx / kBlockMaskTile]) == 0);
-      if (is_column) {
-        const HiddenRows rows = hidden_rows(args_.mask, bounds, k_idx);
-#pragma unroll
-        for (int idx = 0; idx < kTileQ / 32; ++idx) {
-          const int32_t first_row = q_begin + 32 * idx;
-          visible[idx] = ~(rows_of(rows.lt, first_row) | rows_of(rows.ut, first_row) |
-                           rows_below(rows.causal.end - first_row));
-        }
-      } else {
-#pragma unroll
-        for (int idx = 0; idx < kTileQ / 32; ++idx) visible[idx] = 0;
-      }
-      __syncwarp();
-#pragma unroll
-      for (int idx = 0; idx < kTileQ / 32; ++idx) {
-        smem_.mask_bits[pos_.slot][32 * idx + lane_][word] = transpose_bits(visible[idx], lane_);
-      }
-    }
-    __syncwarp();
-    if (lane_ == 0) ptx::mbar_arrive(&smem_.mask_full[pos_.slot]);
-    pos_.next();
-  }
-
-  const FwdArgs& args_;
-  Smem& smem_;
-  int warp_idx_, lane_;
-  RingPos<Config::kMaskSlots> pos_;
 };
 
 }  // namespace fm3::sm90

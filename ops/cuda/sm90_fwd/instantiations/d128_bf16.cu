@@ -2,6 +2,5 @@
 #include "../launch.cuh"
 
 namespace fm3::sm90 {
-extern const FwdKernel kFwdD128Bf16 =
-    make_kernel<FwdConfig<128, 128, kItemCols, __nv_bfloat16>>(DType::kBFloat16);
+extern const FwdKernel kFwdD128Bf16 = make_kernel<128, 128, __nv_bfloat16>(DType::kBFloat16);
 }

@@ -2,6 +2,5 @@
 #include "../launch.cuh"
 
 namespace fm3::sm90 {
-extern const FwdKernel kFwdD128Fp16 =
-    make_kernel<FwdConfig<128, 128, kItemCols, __half>>(DType::kFloat16);
+extern const FwdKernel kFwdD128Fp16 = make_kernel<128, 128, __half>(DType::kFloat16);
 }

@@ -2,6 +2,5 @@
 #include "../launch.cuh"
 
 namespace fm3::sm90 {
-extern const FwdKernel kFwdD192V128Bf16 =
-    make_kernel<FwdConfig<192, 128, kItemCols / 2, __nv_bfloat16>>(DType::kBFloat16);
+extern const FwdKernel kFwdD192V128Bf16 = make_kernel<192, 128, __nv_bfloat16>(DType::kBFloat16);
 }

@@ -2,6 +2,5 @@
 #include "../launch.cuh"
 
 namespace fm3::sm90 {
-extern const FwdKernel kFwdD256Fp16 =
-    make_kernel<FwdConfig<256, 256, kItemCols / 2, __half>>(DType::kFloat16);
+extern const FwdKernel kFwdD256Fp16 = make_kernel<256, 256, __half>(DType::kFloat16);
 }

@@ -2,6 +2,5 @@
 #include "../launch.cuh"
 
 namespace fm3::sm90 {
-extern const FwdKernel kFwdD64Bf16 =
-    make_kernel<FwdConfig<64, 64, kItemCols, __nv_bfloat16>>(DType::kBFloat16);
+extern const FwdKernel kFwdD64Bf16 = make_kernel<64, 64, __nv_bfloat16>(DType::kBFloat16);
 }

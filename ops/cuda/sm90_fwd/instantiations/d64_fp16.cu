@@ -2,6 +2,5 @@
 #include "../launch.cuh"
 
 namespace fm3::sm90 {
-extern const FwdKernel kFwdD64Fp16 =
-    make_kernel<FwdConfig<64, 64, kItemCols, __half>>(DType::kFloat16);
+extern const FwdKernel kFwdD64Fp16 = make_kernel<64, 64, __half>(DType::kFloat16);
 }

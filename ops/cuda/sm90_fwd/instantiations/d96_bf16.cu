@@ -2,6 +2,5 @@
 #include "../launch.cuh"
 
 namespace fm3::sm90 {
-extern const FwdKernel kFwdD96Bf16 =
-    make_kernel<FwdConfig<96, 96, kItemCols, __nv_bfloat16>>(DType::kBFloat16);
+extern const FwdKernel kFwdD96Bf16 = make_kernel<96, 96, __nv_bfloat16>(DType::kBFloat16);
 }

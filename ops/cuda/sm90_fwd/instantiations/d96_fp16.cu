@@ -2,6 +2,5 @@
 #include "../launch.cuh"
 
 namespace fm3::sm90 {
-extern const FwdKernel kFwdD96Fp16 =
-    make_kernel<FwdConfig<96, 96, kItemCols, __half>>(DType::kFloat16);
+extern const FwdKernel kFwdD96Fp16 = make_kernel<96, 96, __half>(DType::kFloat16);
 }

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the warps of the producer find a claimed tile's list of spans.
+#pragma once
+
+#include "config.cuh"
+
+namespace fm3::sm90 {
+
+constexpr uint32_t kAllLanes = 0xFFFFFFFF;
+
+// Spans of a tile are read 32 at a time into the lanes of a warp: those from `base` on.
+__device__ __forceinline__ uint32_t fetch_spans(const Span* spans, int32_t num_spans,
+                                                int32_t base) {
+  const int32_t idx = base + static_cast<int32_t>(threadIdx.x % 32);
+  return idx < num_spans ? __ldg(&spans[idx].packed) : 0;
+}
+
+__device__ __forceinline__ int64_t mask_list(const FwdArgs& args, int32_t b_idx, int32_t h_idx) {
+  return int64_t{b_idx} * args.mask.h_mask + mask_head(args, h_idx);
+}
+
+// The lists that a team of CTAs walks: one CTA those of single tiles, two those of pairs.
+template <class Config>
+__device__ __forceinline__ const SpanLists& team_lists(const FwdArgs& args) {
+  if constexpr (Config::kIsPair) return args.schedule.pairs;
+  return args.schedule.tiles;
+}
+
+template <class Config>
+__device__ __forceinline__ const Span* tile_spans(const FwdArgs& args,
+                                                  const typename Config::Tile& tile) {
+  const SpanLists& lists = team_lists<Config>(args);
+  const int32_t entry = tile.q_tile_idx / Config::kTeam;
+  return lists.spans +
+         (mask_list(args, tile.b_idx, tile.h_idx) * lists.count + entry) * args.schedule.max_spans;
+}
+
+}  // namespace fm3::sm90
