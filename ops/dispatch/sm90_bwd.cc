@@ -101,6 +101,7 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   const int64_t num_q_tiles = div_up(shape.s_q, kBlockQ);
   const int64_t num_k_tiles = div_up(shape.s_k, kernel.block_k);
   const int64_t num_hulls = div_up(shape.s_k, kHullK);
+  const int64_t num_q_chunks = div_up(num_q_tiles, 32);
   const int64_t heads = ring_heads(params, num_k_tiles);
   const int64_t ring_tiles = heads * (shape.h_q / shape.h_kv) * num_q_tiles;
   const int64_t num_rows = int64_t{shape.b} * shape.h_q * num_q_tiles * kBlockQ;
@@ -114,6 +115,8 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   take(&args->bounds, num_masks * num_hulls * kHullK);
   take(&args->tile_order, num_masks * num_k_tiles);
   take(&args->tile_steps, num_masks * num_k_tiles);
+  take(&args->step_bits, num_masks * num_k_tiles * num_q_chunks);
+  take(&args->step_chunks, num_masks * num_k_tiles);
   take(&args->turns, params.is_deterministic ? num_masks * num_k_tiles * num_q_tiles : 0);
   take(&args->lse_log2, num_rows);
   take(&args->minus_delta, num_rows);
@@ -130,6 +133,7 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   args->num_q_tiles = static_cast<int32_t>(num_q_tiles);
   args->num_k_tiles = static_cast<int32_t>(num_k_tiles);
   args->num_hulls = static_cast<int32_t>(num_hulls);
+  args->num_q_chunks = static_cast<int32_t>(num_q_chunks);
   args->num_work = static_cast<int32_t>(num_k_tiles * shape.b * shape.h_kv);
   in->block_k = kernel.block_k;
   return offset;

@@ -30,12 +30,16 @@ void folded_bounds(const MaskView* mask, int32_t list_idx, int32_t* rows) {
   const int32_t* bounds = mask->bounds + int64_t{list_idx} * mask->s_k * num_bounds(mask->form);
   for (int32_t k_idx = 0; k_idx < mask->s_k; ++k_idx) {
     const sm90_bwd::TwoIntervals folded =
-        sm90_bwd::fold_causal(hidden_rows(*mask, bounds, k_idx), mask->is_causal);
+        sm90_bwd::fold_causal(hidden_rows(*mask, bounds, k_idx), mask->is_causal, mask->s_q);
     *rows++ = folded.lt_begin;
     *rows++ = folded.lt_end;
     *rows++ = folded.ut_begin;
     *rows++ = folded.ut_end;
   }
+}
+
+int32_t shows_one_interval(int32_t lt_end, int32_t ut_begin, int32_t s_q) {
+  return sm90_bwd::shows_one_interval(lt_end, ut_begin, s_q);
 }
 
 }  // extern "C"

@@ -88,6 +88,22 @@ def test_two_intervals_hide_what_the_mask_hides(library: ctypes.CDLL, case: Atte
         assert (rows[:, 0] <= rows[:, 1]).all() and (rows[:, 2] <= rows[:, 3]).all()  # lengths are unsigned there
         hidden = (row >= rows[:, 0]) & (row < rows[:, 1]) | (row >= rows[:, 2]) & (row < rows[:, 3])
         np.testing.assert_array_equal(~hidden, plane)
+        # The short way of the kernel: what shows is [ut_end, lt_begin), where it says so.
+        is_one = [bool(library.shows_one_interval(int(key[1]), int(key[2]), case.s_q)) for key in rows]
+        shown = (row >= rows[:, 3]) & (row < rows[:, 0])
+        np.testing.assert_array_equal(shown[:, is_one], plane[:, is_one])
+
+
+def test_common_masks_show_one_interval_a_key(library: ctypes.CDLL) -> None:
+    """Full, causal, window and document masks take the kernel's short way for every key."""
+    s, column = 1000, np.arange(1000, dtype=np.int32)
+    end, begin = np.minimum((column // 300 + 1) * 300, s), column // 300 * 300
+    for bounds, causal in (((end,), True), ((np.minimum(column + 64, s),), True), ((end, begin), False)):
+        mask = NativeMask.from_bounds(np.stack(bounds, -1).astype(np.int32)[None, None], causal, s, None)
+        rows = np.empty((s, 4), np.int32)
+        view = mask.view
+        library.folded_bounds(ctypes.byref(view), 0, rows.ctypes.data_as(ctypes.c_void_p))
+        assert all(library.shows_one_interval(int(key[1]), int(key[2]), s) for key in rows)
 
 
 def test_causal_visits_half_and_masks_the_diagonal(library: ctypes.CDLL) -> None:

@@ -19,6 +19,7 @@ struct KernelArgs {
   int32_t group;                     // h_q / h_kv
   int32_t num_q_tiles, num_k_tiles;  // ceil(s_q / kBlockQ), ceil(s_k / block_k)
   int32_t num_hulls;                 // ceil(s_k / kHullK)
+  int32_t num_q_chunks;              // ceil(num_q_tiles / 32)
   int32_t num_work, ring_heads;
   int32_t is_deterministic;
   float softmax_scale;
@@ -27,9 +28,12 @@ struct KernelArgs {
                             // [z, w), causal rule included; everything for keys past s_k
   int32_t* tile_order;      // [b, h_mask, num_k_tiles] key tiles in the order of work
   int32_t* tile_steps;      // [b, h_mask, num_k_tiles] visited row tiles
-  uint16_t* turns;          // [b, h_mask, num_k_tiles, num_q_tiles]; deterministic only
-  float* lse_log2;          // [b, h_q, num_q_tiles * kBlockQ]; +inf in a hidden row
-  float* minus_delta;       // likewise, dlse - sum(dO * O)
+  uint2* step_bits;    // [b, h_mask, num_k_tiles, num_q_chunks] of 32 row tiles: which a key tile
+                       // visits (x), which of those are partial (y)
+  int2* step_chunks;   // [b, h_mask, num_k_tiles] all visits are in chunks [x, y)
+  uint16_t* turns;     // [b, h_mask, num_k_tiles, num_q_tiles]; deterministic only
+  float* lse_log2;     // [b, h_q, num_q_tiles * kBlockQ]; +inf in a hidden row
+  float* minus_delta;  // likewise, dlse - sum(dO * O)
   // All zero at first:
   int32_t* next_work;
   int32_t* visits;       // [b, h_mask, num_q_tiles] visiting key tiles

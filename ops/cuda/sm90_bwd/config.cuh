@@ -35,6 +35,7 @@ constexpr int kHelperRegs = 24, kConsumerRegs = 240;
 constexpr int kStepBarrier = 1;   // named barrier of the two consumer warpgroups
 constexpr int kGroupBarrier = 2;  // and 3: of each of them
 constexpr float kLog2E = 1.4426950408889634f;
+constexpr uint32_t kAllLanes = 0xFFFFFFFF;
 
 // What a key tile is about. num_steps < 0: no more work.
 struct TileInfo {
@@ -131,8 +132,7 @@ struct Sizes {
 // kGroupBarrier + g 128             warpgroup g       warpgroup g           store what is in ds[g]
 template <class C>
 struct alignas(1024) Smem {
-  typename C::T k[C::kBlockK * C::kDim];  // panels of 64 columns
-  typename C::T v[C::kBlockK * C::kDimV];
+  typename C::T kv[C::kBlockK * (C::kDim + C::kDimV)];  // panels of 64 columns; see KvPlaces
   typename C::T q[C::kQStages][kBlockQ * C::kDim];
   typename C::T dout[C::kDoutStages][kBlockQ * C::kDimV];
   typename C::T ds[C::kDsBuffers][C::kBlockK * kBlockQ];          // dS^T: a row is a key
@@ -151,6 +151,21 @@ struct alignas(1024) Smem {
   Barrier dout_full[C::kDoutStages], dout_empty[C::kDoutStages];
   Barrier dq_full, dq_empty[C::kDqParts], dq_back_full[2][kBackBuffers];
   Barrier event_full[kNumEvents], event_empty[kNumEvents];
+};
+
+// Where K and V of the num_kv-th loaded tile lie in Smem::kv, in elements. For d <= 128 they change places
+// from tile to tile: V is last needed half a step before K is, so the next K, needed first, comes early.
+template <class C>
+struct KvPlaces {
+  static constexpr bool kSwaps = !C::kSplitsColumns;
+  static_assert(!kSwaps || C::kDim == C::kDimV);
+  static constexpr uint32_t kSecond = C::kBlockK * C::kDim;
+  __device__ __forceinline__ static uint32_t k(uint32_t num_kv) {
+    return kSwaps ? (num_kv & 1) * kSecond : 0;
+  }
+  __device__ __forceinline__ static uint32_t v(uint32_t num_kv) {
+    return kSwaps ? (~num_kv & 1) * kSecond : kSecond;
+  }
 };
 
 // Position in a ring of kDepth barriers that is walked forever.

@@ -15,6 +15,7 @@
 
 #include "config.cuh"
 #include "dq.cuh"
+#include "hidden.cuh"
 
 namespace fm3::sm90_bwd {
 
@@ -52,12 +53,30 @@ __device__ __forceinline__ void store_matrices(uint32_t smem_row, const uint32_t
 // Scores that the bounds hide become -inf. x[4 j + 2 i + e]: key i of the thread's two, row
 // q_first + 8 j + e.
 template <int kBlocks>
-__device__ __forceinline__ void hide(float (&x)[4 * kBlocks], const int4* bounds, int32_t q_first) {
+__device__ __forceinline__ void hide(float (&x)[4 * kBlocks], const int4* bounds, int32_t q_first,
+                                     int32_t s_q) {
+  const int4 rows[2] = {bounds[0], bounds[8]};
+  const bool is_simple = shows_one_interval(rows[0].y, rows[0].z, s_q) &&
+                         shows_one_interval(rows[1].y, rows[1].z, s_q);
+  if (__all_sync(kAllLanes, is_simple)) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int32_t begin = rows[i].w - q_first;
+      const uint32_t size = max(rows[i].x - rows[i].w, 0);
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (static_cast<uint32_t>(8 * j + e - begin) >= size) x[4 * j + 2 * i + e] = -INFINITY;
+        }
+      }
+    }
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int4 rows = bounds[8 * i];
-    const int32_t lt_begin = rows.x - q_first, ut_begin = rows.z - q_first;
-    const uint32_t lt_rows = rows.y - rows.x, ut_rows = rows.w - rows.z;
+    const int32_t lt_begin = rows[i].x - q_first, ut_begin = rows[i].z - q_first;
+    const uint32_t lt_rows = rows[i].y - rows[i].x, ut_rows = rows[i].w - rows[i].z;
 #pragma unroll
     for (int j = 0; j < kBlocks; ++j) {
 #pragma unroll
@@ -130,17 +149,18 @@ __device__ __forceinline__ void store_gradient_tma(const float (&acc)[kDim / 2],
   }
 }
 
-// The thread's scores of step `count` turn into P = exp2(S * scale - lse), log2 throughout. A hidden
-// row has lse = +inf, hence P = 0.
+// Of a step's 64 rows the 16 values that belong to the thread's scores.
 __device__ __forceinline__ void load_rows(float2 (&values)[8], const float* rows) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     values[j] = *reinterpret_cast<const float2*>(rows + 8 * j + 2 * (threadIdx.x % 4));
   }
 }
+// The thread's scores of step `count` turn into P = exp2(S * scale - lse), log2 throughout. A hidden
+// row has lse = +inf, hence P = 0.
 template <class C>
-__device__ __forceinline__ void scores_to_p(float (&x)[32], const float2 (&lse)[8],
-                                            const Smem<C>& smem, uint32_t count, float scale_log2) {
+__device__ __forceinline__ void scores_to_p(float (&x)[32], const float2 (&lse)[8], Smem<C>& smem,
+                                            uint32_t count, float scale_log2, int32_t s_q) {
   const int32_t lane = threadIdx.x % 32;
   const StepInfo& info = smem.info[count % kNumInfo];
 #pragma unroll
@@ -155,7 +175,15 @@ __device__ __forceinline__ void scores_to_p(float (&x)[32], const float2 (&lse)[
   if (flags & kStepPartial) {
     const int32_t key = (threadIdx.x - 128) / 32 * 16 + lane / 4;
     hide<8>(x, smem.bounds[flags & kStepBoundsSlot ? 1 : 0] + key,
-            info.q_tile_idx * kBlockQ + 2 * (lane % 4));
+            info.q_tile_idx * kBlockQ + 2 * (lane % 4), s_q);
+    bool has_hidden_row = false;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) has_hidden_row |= lse[j].x == INFINITY || lse[j].y == INFINITY;
+    if (__any_sync(kAllLanes, has_hidden_row)) {  // the same answer in every consumer warp
+      clear_hidden_rows<C>(smem, count);
+      ptx::fence_proxy_async();
+      ptx::named_barrier_sync(kStepBarrier, 256);
+    }
   }
 #pragma unroll
   for (int idx = 0; idx < 32; ++idx) x[idx] = ptx::exp2_approx(x[idx]);
@@ -195,13 +223,12 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
   const float scale_log2 = args.softmax_scale * kLog2E;
 
   // Operands. Rows of K and V: this warpgroup's 64 keys for S and dP; all 128 for dQ.
-  const uint32_t smem_k = ptx::smem_addr(smem.k), smem_v = ptx::smem_addr(smem.v);
-  const uint64_t desc_k = ptx::wgmma_desc(smem_k + group_idx * 64 * 128);
-  const uint64_t desc_v = ptx::wgmma_desc(smem_v + group_idx * 64 * 128);
+  const uint32_t smem_kv = ptx::smem_addr(smem.kv);
+  const uint64_t desc_rows = ptx::wgmma_desc(smem_kv + group_idx * 64 * 128);
   // Columns of dQ: panel-wise at d = 128, half a panel at d = 64.
   const uint32_t column_bytes = kDqN * 2 * group_idx;
-  const uint64_t desc_k_dq = ptx::wgmma_desc_mn(
-      smem_k + column_bytes / 128 * (C::kBlockK * 128) + column_bytes % 128, C::kBlockK * 128);
+  const uint64_t desc_columns = ptx::wgmma_desc_mn(
+      smem_kv + column_bytes / 128 * (C::kBlockK * 128) + column_bytes % 128, C::kBlockK * 128);
   const uint64_t desc_q = ptx::wgmma_desc(ptx::smem_addr(smem.q[0]));
   const uint64_t desc_dout = ptx::wgmma_desc(ptx::smem_addr(smem.dout[0]));
   const uint64_t desc_q_mn = ptx::wgmma_desc_mn(ptx::smem_addr(smem.q[0]), kBlockQ * 128);
@@ -233,6 +260,10 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
 #pragma unroll
     for (int idx = 0; idx < C::kDimV / 2; ++idx) acc_dv[idx] = 0.f;
     if (num_steps > 0) {
+      const uint32_t k_bytes = KvPlaces<C>::k(num_kv) * 2, v_bytes = KvPlaces<C>::v(num_kv) * 2;
+      const uint64_t desc_k = ptx::advance(desc_rows, k_bytes);
+      const uint64_t desc_v = ptx::advance(desc_rows, v_bytes);
+      const uint64_t desc_k_dq = ptx::advance(desc_columns, k_bytes);
       float acc_s[32], acc_dp[32], acc_dq[kDqN / 2];
       // Of the rows of the step to come, read well before use: loads are slow while products run.
       float2 lse[8];
@@ -252,7 +283,12 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
       ptx::mbar_wait(&smem.dout_full[step_pos.count % C::kDoutStages],
                      step_pos.count / C::kDoutStages & 1);  // the bounds come with dO
       load_rows(lse, smem.lse_log2[step_pos.slot()]);
-      scores_to_p<C>(acc_s, lse, smem, step_pos.count, scale_log2);
+      scores_to_p<C>(acc_s, lse, smem, step_pos.count, scale_log2, args.shape.s_q);
+      if (const uint32_t flags = smem.info[step_pos.count % kNumInfo].flags; flags & kStepPartial) {
+        clear_hidden_keys<C>(args, smem.kv + KvPlaces<C>::k(num_kv),
+                             smem.bounds[flags & kStepBoundsSlot ? 1 : 0]);
+        ptx::fence_proxy_async();
+      }
 
       const auto run_step = [&](bool is_first,
                                 auto is_last_constant) __attribute__((always_inline)) {
@@ -288,8 +324,10 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
         gemm_from_registers<C::kDimV, T>(
             acc_dv, reg_p, ptx::advance(desc_dout_mn, dout_slot * Sizes<C>::kDoutBytes));
         ptx::wgmma_commit();
+        const uint32_t flags = smem.info[step_pos.count % kNumInfo].flags;
         ptx::wgmma_wait<1>();  // dP - delta
         ptx::wgmma_pin(acc_dp);
+        if (flags & kStepPartial) clear_hidden(acc_dp, acc_s);
 
         // dS^T goes to shared memory 16 rows at a time and stays in no register: dK reads it there too,
         // which costs 4 % more shared-memory reads a step and saves the 16 registers that would
@@ -343,7 +381,7 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
         if constexpr (!is_last) {
           const uint32_t next = step_pos.count + 1;
           ptx::mbar_wait(&smem.dout_full[next % C::kDoutStages], next / C::kDoutStages & 1);
-          scores_to_p<C>(acc_s, lse, smem, next, scale_log2);
+          scores_to_p<C>(acc_s, lse, smem, next, scale_log2, args.shape.s_q);
         }
         ptx::wgmma_wait<1>();  // dQ
         ptx::wgmma_pin(acc_dq);

@@ -107,9 +107,9 @@ __device__ __forceinline__ void run_wide_consumer(const KernelArgs& args, Smem<C
   const bool is_leader = lane == 0;
   const float scale_log2 = args.softmax_scale * kLog2E;
 
-  const uint32_t smem_k = ptx::smem_addr(smem.k);
+  const uint32_t smem_k = ptx::smem_addr(smem.kv);
   const uint64_t desc_k = ptx::wgmma_desc(smem_k);
-  const uint64_t desc_v = ptx::wgmma_desc(ptx::smem_addr(smem.v));
+  const uint64_t desc_v = ptx::wgmma_desc(ptx::smem_addr(smem.kv + KvPlaces<C>::kSecond));
   const uint32_t half_rows_bytes = half * kRows * 128;
   const uint64_t desc_p = ptx::wgmma_desc(ptx::smem_addr(smem.p));
   const uint64_t desc_ds = ptx::wgmma_desc(ptx::smem_addr(smem.ds[0]));
@@ -172,12 +172,29 @@ __device__ __forceinline__ void run_wide_consumer(const KernelArgs& args, Smem<C
       if (info.flags & kStepPartial) {
         hide<kRows / 8>(acc_s,
                         smem.bounds[info.flags & kStepBoundsSlot ? 1 : 0] + warp * 16 + lane / 4,
-                        info.q_tile_idx * kBlockQ + row_first);
+                        info.q_tile_idx * kBlockQ + row_first, args.shape.s_q);
+        clear_hidden_rows<C>(smem, step_pos.count);
+        if (step == 0) {
+          clear_hidden_keys<C>(args, smem.kv, smem.bounds[info.flags & kStepBoundsSlot ? 1 : 0]);
+        }
       }
 #pragma unroll
       for (int idx = 0; idx < kRows / 2; ++idx) acc_s[idx] = ptx::exp2_approx(acc_s[idx]);
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(acc_dp);
+      if (info.flags & kStepPartial) {
+#pragma unroll
+        for (int j = 0; j < kRows / 8; ++j) {
+          const float2 row =
+              *reinterpret_cast<const float2*>(smem.minus_delta[dout_slot] + row_first + 8 * j);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            // So that dP - delta is 0.
+            if (acc_s[4 * j + 2 * i] == 0.f) acc_dp[4 * j + 2 * i] = -row.x;
+            if (acc_s[4 * j + 2 * i + 1] == 0.f) acc_dp[4 * j + 2 * i + 1] = -row.y;
+          }
+        }
+      }
       // Both warpgroups are past the products that read the previous P and dS.
       ptx::named_barrier_sync(kStepBarrier, 256);
 #pragma unroll

@@ -137,17 +137,14 @@ class DqWriter {
       ptx::mbar_wait(&smem_.tile_full[tile_pos.slot()], tile_pos.parity());
       const volatile TileInfo& tile = smem_.tile[tile_pos.slot()];
       if (tile.num_steps < 0) break;
-      bool is_ring_ours = false;
+      // Before the first part is there to be added: asking takes a while.
+      if (tile.num_steps > 0) wait_for_ring(tile);
       for (int32_t part = tile.num_steps * C::kDqParts; part > 0; --part, ++dq_pos.count) {
         ptx::mbar_wait(&smem_.dq_full, dq_pos.parity());
         part_idx_ = dq_pos.count % C::kDqParts;
         const StepInfo info =
             smem_.info[dq_pos.count / C::kDqParts % kNumInfo];  // one 16-byte load
         if ((info.visits_order & 0xFFFF) > 1) {
-          if (!is_ring_ours) {
-            wait_for_ring(tile);
-            is_ring_ours = true;
-          }
           add(tile, info);
         } else {  // the only part: a converter takes it from where it is, and frees `dq`
           drain();

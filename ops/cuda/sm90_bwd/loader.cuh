@@ -18,88 +18,98 @@ __device__ __forceinline__ void load_panels(T* smem_dst, const CUtensorMap* map,
   }
 }
 
+// Claims the next work item and says in slot `tile_pos` what it is. All lanes; the slot is read by
+// the loader too.
+template <class C>
+__device__ __forceinline__ void publish_tile(const KernelArgs& args, Smem<C>& smem,
+                                             const RingPos<2>& tile_pos) {
+  const bool is_leader = threadIdx.x % 32 == 0;
+  int32_t work_idx = 0;
+  if (is_leader) work_idx = atomicAdd(args.next_work, 1);
+  work_idx = __shfl_sync(kAllLanes, work_idx, 0);
+
+  // Work order: (batch, kv head) by (batch, kv head), so that few heads of the dQ ring are open;
+  // inside one, the key tiles in the order of the mask's list.
+  TileInfo tile = {0, 0, 0, -1, 0, 0, 0};
+  if (work_idx < args.num_work) {
+    const int32_t head_idx = work_idx / args.num_k_tiles;
+    tile.b_idx = head_idx / args.shape.h_kv;
+    tile.h_kv_idx = head_idx % args.shape.h_kv;
+    const int64_t list = mask_index(args, tile.b_idx, tile.h_kv_idx * args.group);
+    tile.k_tile_idx = args.tile_order[list * args.num_k_tiles + work_idx % args.num_k_tiles];
+    tile.num_steps = 0;
+    for (int32_t g_idx = 0; g_idx < args.group; ++g_idx) {
+      const int64_t mask_idx = mask_index(args, tile.b_idx, tile.h_kv_idx * args.group + g_idx);
+      tile.num_steps += args.tile_steps[mask_idx * args.num_k_tiles + tile.k_tile_idx];
+    }
+    tile.ring_row = (head_idx % args.ring_heads - tile.h_kv_idx) * args.group;
+    tile.ring_before = head_idx - args.ring_heads;
+    if (tile.ring_before >= 0) {
+      for (int32_t g_idx = 0; g_idx < args.group; ++g_idx) {
+        tile.ring_before_sums +=
+            args.shared_rows[mask_index(args, tile.ring_before / args.shape.h_kv,
+                                        tile.ring_before % args.shape.h_kv * args.group + g_idx)];
+      }
+      tile.ring_before_sums *= C::kDqParts;
+    }
+  }
+  ptx::mbar_wait(&smem.tile_empty[tile_pos.slot()], tile_pos.write_parity());
+  if (is_leader) {
+    smem.tile[tile_pos.slot()] = tile;
+    ptx::mbar_arrive(&smem.tile_full[tile_pos.slot()]);
+  }
+  __syncwarp();
+}
+
+// What a tile is about is read from shared memory where it is used: registers are few here.
 template <class C>
 __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem) {
   const bool is_leader = threadIdx.x % 32 == 0;
   RingPos<2> tile_pos;
   RingPos<C::kQStages> step_pos;
-  RingPos<C::kDoutStages> dout_pos;
   uint32_t num_kv = 0;      // K/V tiles loaded
   uint32_t num_bounds = 0;  // bounds tiles loaded
+  bool has_tile = false;    // tile_pos is published
   for (;; ++tile_pos.count) {
-    int32_t work_idx = 0;
-    if (is_leader) work_idx = atomicAdd(args.next_work, 1);
-    work_idx = __shfl_sync(kAllLanes, work_idx, 0);
-    const bool is_end = work_idx >= args.num_work;
-
-    // Work order: (batch, kv head) by (batch, kv head), so that few heads of the dQ ring are open;
-    // inside one, the key tiles in the order of the mask's list.
-    TileInfo tile = {0, 0, 0, -1, 0, 0, 0};
-    if (!is_end) {
-      const int32_t head_idx = work_idx / args.num_k_tiles;
-      tile.b_idx = head_idx / args.shape.h_kv;
-      tile.h_kv_idx = head_idx % args.shape.h_kv;
-      const int64_t list = mask_index(args, tile.b_idx, tile.h_kv_idx * args.group);
-      tile.k_tile_idx = args.tile_order[list * args.num_k_tiles + work_idx % args.num_k_tiles];
-      tile.num_steps = 0;
-      for (int32_t g_idx = 0; g_idx < args.group; ++g_idx) {
-        const int64_t mask_idx = mask_index(args, tile.b_idx, tile.h_kv_idx * args.group + g_idx);
-        tile.num_steps += args.tile_steps[mask_idx * args.num_k_tiles + tile.k_tile_idx];
-      }
-    }
-    if (!is_end) {
-      const int32_t head_idx = work_idx / args.num_k_tiles;
-      tile.ring_row = (head_idx % args.ring_heads - tile.h_kv_idx) * args.group;
-      tile.ring_before = head_idx - args.ring_heads;
-      if (tile.ring_before >= 0) {
-        for (int32_t g_idx = 0; g_idx < args.group; ++g_idx) {
-          tile.ring_before_sums +=
-              args.shared_rows[mask_index(args, tile.ring_before / args.shape.h_kv,
-                                          tile.ring_before % args.shape.h_kv * args.group + g_idx)];
-        }
-        tile.ring_before_sums *= C::kDqParts;
-      }
-    }
-    ptx::mbar_wait(&smem.tile_empty[tile_pos.slot()], tile_pos.write_parity());
-    if (is_leader) {
-      smem.tile[tile_pos.slot()] = tile;
-      ptx::mbar_arrive(&smem.tile_full[tile_pos.slot()]);
-    }
-    if (is_end) return;
-    if (tile.num_steps == 0) continue;
-
-    const int32_t k_begin = tile.k_tile_idx * C::kBlockK;
+    if (!has_tile) publish_tile(args, smem, tile_pos);
+    has_tile = false;
+    const volatile TileInfo& tile = smem.tile[tile_pos.slot()];
+    int32_t steps_left = tile.num_steps;
+    if (steps_left < 0) return;
+    if (steps_left == 0) continue;
     bool needs_kv = true;
-    int32_t last_mask_idx = -1;
     for (int32_t g_idx = 0; g_idx < args.group; ++g_idx) {
       const int32_t h_q_idx = tile.h_kv_idx * args.group + g_idx;
       const int32_t mask_idx = mask_index(args, tile.b_idx, h_q_idx);
-      const int64_t rows_begin = (static_cast<int64_t>(tile.b_idx) * args.shape.h_q + h_q_idx) *
-                                 args.num_q_tiles * kBlockQ;
-      RowWalk walk(args, mask_idx, tile.k_tile_idx, C::kBlockK);
+      bool needs_bounds = g_idx == 0 || mask_idx != mask_index(args, tile.b_idx, h_q_idx - 1);
+      RowWalk walk(args, mask_idx, tile.k_tile_idx);
       while (walk.next(args)) {
-        const int32_t q_tile_idx = walk.q_tile_idx();
         const uint32_t visits_order = walk.visits_order();
         const uint32_t slot = step_pos.slot();
-        const bool needs_bounds = mask_idx != last_mask_idx;
-        last_mask_idx = mask_idx;
         num_bounds += needs_bounds;
         const uint32_t bounds_slot = (num_bounds - 1) & 1;
         constexpr uint32_t kRowBytes = kBlockQ * sizeof(float);
+        const auto first_row = [&]() {  // of this step, among all rows of all heads
+          return ((static_cast<int64_t>(tile.b_idx) * args.shape.h_q + h_q_idx) * args.num_q_tiles +
+                  walk.q_tile_idx()) *
+                 kBlockQ;
+        };
         ptx::mbar_wait(&smem.q_empty[slot], step_pos.write_parity());
         if (is_leader) {
           smem.info[step_pos.count % kNumInfo] = {
-              q_tile_idx,
+              walk.q_tile_idx(),
               (walk.is_partial() ? kStepPartial : 0) | (bounds_slot ? kStepBoundsSlot : 0), h_q_idx,
               visits_order};
           Barrier* const q_full = &smem.q_full[slot];
           ptx::mbar_arrive_expect_tx(q_full, Sizes<C>::kQBytes + kRowBytes);
-          load_panels<kBlockQ, C::kDim>(smem.q[slot], &args.map_q, q_full, q_tile_idx * kBlockQ,
-                                        h_q_idx, tile.b_idx, ptx::kEvictNormal);
-          ptx::bulk_load(smem.lse_log2[slot], args.lse_log2 + rows_begin + q_tile_idx * kBlockQ,
-                         kRowBytes, q_full);
+          load_panels<kBlockQ, C::kDim>(smem.q[slot], &args.map_q, q_full,
+                                        walk.q_tile_idx() * kBlockQ, h_q_idx, tile.b_idx,
+                                        ptx::kEvictNormal);
+          ptx::bulk_load(smem.lse_log2[slot], args.lse_log2 + first_row(), kRowBytes, q_full);
         }
         __syncwarp();
+        RingPos<C::kDoutStages> dout_pos;
+        dout_pos.count = step_pos.count;
         const uint32_t dout_slot = dout_pos.slot();
         ptx::mbar_wait(&smem.dout_empty[dout_slot], dout_pos.write_parity());
         if (is_leader) {
@@ -108,41 +118,52 @@ __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem
           ptx::mbar_arrive_expect_tx(
               dout_full, Sizes<C>::kDoutBytes + kRowBytes + (needs_bounds ? kBoundsBytes : 0));
           load_panels<kBlockQ, C::kDimV>(smem.dout[dout_slot], &args.map_dout, dout_full,
-                                         q_tile_idx * kBlockQ, h_q_idx, tile.b_idx,
+                                         walk.q_tile_idx() * kBlockQ, h_q_idx, tile.b_idx,
                                          ptx::kEvictNormal);
-          ptx::bulk_load(smem.minus_delta[dout_slot],
-                         args.minus_delta + rows_begin + q_tile_idx * kBlockQ, kRowBytes,
+          ptx::bulk_load(smem.minus_delta[dout_slot], args.minus_delta + first_row(), kRowBytes,
                          dout_full);
           // With dO, not with Q: the bounds slot was last read two bounds tiles ago, hence not after
           // step count - 2, whose end dout_empty has just announced (its stages are at most two).
           if (needs_bounds) {
-            ptx::bulk_load(
-                smem.bounds[bounds_slot],
-                args.bounds + static_cast<int64_t>(mask_idx) * args.num_hulls * kHullK + k_begin,
-                kBoundsBytes, dout_full);
+            ptx::bulk_load(smem.bounds[bounds_slot],
+                           args.bounds + static_cast<int64_t>(mask_idx) * args.num_hulls * kHullK +
+                               tile.k_tile_idx * C::kBlockK,
+                           kBoundsBytes, dout_full);
           }
         }
         __syncwarp();
+        needs_bounds = false;
         if (needs_kv) {
-          ptx::mbar_wait(&smem.v_empty, (num_kv & 1) ^ 1);
-          if (is_leader) {
-            ptx::mbar_arrive_expect_tx(&smem.v_full, Sizes<C>::kVBytes);
-            load_panels<C::kBlockK, C::kDimV>(smem.v, &args.map_v, &smem.v_full, k_begin,
-                                              tile.h_kv_idx, tile.b_idx, ptx::kEvictFirst);
-          }
-          // K last: the final product of the previous tile reads it, V was free long before.
-          ptx::mbar_wait(&smem.k_empty, (num_kv & 1) ^ 1);
+          // What V leaves is free first: the next K comes there, where the two change places.
+          const bool swaps = KvPlaces<C>::kSwaps;
+          ptx::mbar_wait(swaps ? &smem.v_empty : &smem.k_empty, (num_kv & 1) ^ 1);
           if (is_leader) {
             ptx::mbar_arrive_expect_tx(&smem.k_full, Sizes<C>::kKBytes);
-            load_panels<C::kBlockK, C::kDim>(smem.k, &args.map_k, &smem.k_full, k_begin,
+            load_panels<C::kBlockK, C::kDim>(smem.kv + KvPlaces<C>::k(num_kv), &args.map_k,
+                                             &smem.k_full, tile.k_tile_idx * C::kBlockK,
                                              tile.h_kv_idx, tile.b_idx, ptx::kEvictFirst);
+          }
+          __syncwarp();
+          ptx::mbar_wait(swaps ? &smem.k_empty : &smem.v_empty, (num_kv & 1) ^ 1);
+          if (is_leader) {
+            ptx::mbar_arrive_expect_tx(&smem.v_full, Sizes<C>::kVBytes);
+            load_panels<C::kBlockK, C::kDimV>(smem.kv + KvPlaces<C>::v(num_kv), &args.map_v,
+                                              &smem.v_full, tile.k_tile_idx * C::kBlockK,
+                                              tile.h_kv_idx, tile.b_idx, ptx::kEvictFirst);
           }
           __syncwarp();
           needs_kv = false;
           ++num_kv;
         }
         ++step_pos.count;
-        ++dout_pos.count;
+        // The next tile is claimed, and looked up in memory, a few steps before this one ends: no
+        // sooner, so that the work that is left stays with whoever is free first.
+        if (--steps_left == min(4, tile.num_steps - 1)) {
+          RingPos<2> next_pos = tile_pos;
+          ++next_pos.count;
+          publish_tile(args, smem, next_pos);
+          has_tile = true;
+        }
       }
     }
   }

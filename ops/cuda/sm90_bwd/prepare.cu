@@ -3,7 +3,8 @@
 // O and dO at memory speed.
 #include <algorithm>
 
-#include "row_walk.cuh"
+#include "config.cuh"
+#include "steps.h"
 
 namespace fm3::sm90_bwd {
 namespace {
@@ -38,7 +39,7 @@ __global__ void __launch_bounds__(kThreads) scan_kernel(KernelArgs args, int64_t
         low[idx] = min(low[idx], value[idx]);
         high[idx] = max(high[idx], value[idx]);
       }
-      const TwoIntervals folded = fold_causal(hidden, mask.is_causal);
+      const TwoIntervals folded = fold_causal(hidden, mask.is_causal, mask.s_q);
       rows = make_int4(folded.lt_begin, folded.lt_end, folded.ut_begin, folded.ut_end);
     }
     args.bounds[block_idx * kHullK + step * 32 + lane] = rows;
@@ -53,22 +54,35 @@ __global__ void __launch_bounds__(kThreads) scan_kernel(KernelArgs args, int64_t
   }
 }
 
-// --- 2. Counts: one warp a key tile -------------------------------------------------------------
+// --- 2. Visits: one warp a key tile -------------------------------------------------------------
 __global__ void __launch_bounds__(kThreads)
-    count_kernel(KernelArgs args, int32_t block_k, int64_t num_tiles) {
+    visit_kernel(KernelArgs args, int32_t block_k, int64_t num_tiles) {
   const int64_t tile_idx = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
   if (tile_idx >= num_tiles) return;
   const int32_t lane = threadIdx.x % 32;
   const int32_t mask_idx = static_cast<int32_t>(tile_idx / args.num_k_tiles);
   const int32_t k_begin = static_cast<int32_t>(tile_idx % args.num_k_tiles) * block_k;
-  int32_t num_steps = 0;
-  for (int32_t chunk = 0; chunk < args.num_q_tiles; chunk += 32) {
-    const bool is_visited = classify_step(args.mask, args.hulls, args.num_hulls, mask_idx, k_begin,
-                                          block_k, chunk + lane) != StepClass::kSkip;
-    num_steps += __popc(__ballot_sync(kAllLanes, is_visited));
-    if (is_visited) atomicAdd(&args.visits[int64_t{mask_idx} * args.num_q_tiles + chunk + lane], 1);
+  int32_t num_steps = 0, first_chunk = 0, end_chunk = 0;
+  for (int32_t chunk = 0; chunk < args.num_q_chunks; ++chunk) {
+    const int32_t q_tile_idx = chunk * 32 + lane;
+    const StepClass step = classify_step(args.mask, args.hulls, args.num_hulls, mask_idx, k_begin,
+                                         block_k, q_tile_idx);
+    const uint32_t visited = __ballot_sync(kAllLanes, step != StepClass::kSkip);
+    const uint32_t partial = __ballot_sync(kAllLanes, step == StepClass::kPartial);
+    if (lane == 0)
+      args.step_bits[tile_idx * args.num_q_chunks + chunk] = make_uint2(visited, partial);
+    if (visited == 0) continue;
+    num_steps += __popc(visited);
+    if (num_steps == __popc(visited)) first_chunk = chunk;
+    end_chunk = chunk + 1;
+    if (step != StepClass::kSkip) {
+      atomicAdd(&args.visits[int64_t{mask_idx} * args.num_q_tiles + q_tile_idx], 1);
+    }
   }
-  if (lane == 0) args.tile_steps[tile_idx] = num_steps;
+  if (lane == 0) {
+    args.tile_steps[tile_idx] = num_steps;
+    args.step_chunks[tile_idx] = make_int2(first_chunk, end_chunk);
+  }
 }
 
 // --- 3. Order of the key tiles, and the row tiles that share a sum ------------------------------
@@ -205,7 +219,7 @@ cudaError_t prepare(const KernelArgs& args, const PrepareArgs& in, cudaStream_t 
   const int64_t num_blocks = int64_t{num_masks} * args.num_hulls;
   const int64_t num_tiles = int64_t{num_masks} * args.num_k_tiles;
   scan_kernel<<<div_up(num_blocks, kWarps), kThreads, 0, stream>>>(args, num_blocks);
-  count_kernel<<<div_up(num_tiles, kWarps), kThreads, 0, stream>>>(args, in.block_k, num_tiles);
+  visit_kernel<<<div_up(num_tiles, kWarps), kThreads, 0, stream>>>(args, in.block_k, num_tiles);
   order_kernel<<<dim3(div_up(args.num_k_tiles, kThreads), num_masks), kThreads, 0, stream>>>(args);
   if (args.is_deterministic) {
     turn_kernel<<<dim3(div_up(args.num_q_tiles, kThreads), num_masks), kThreads, 0, stream>>>(

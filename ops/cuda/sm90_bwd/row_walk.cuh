@@ -1,57 +1,61 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which row tiles a key tile visits: the one walk that the counting pass and the loader share.
+// Which row tiles a key tile visits, as the pass before the kernel found them.
 #pragma once
 
 #include "config.cuh"
-#include "steps.h"
 
 namespace fm3::sm90_bwd {
 
-constexpr uint32_t kAllLanes = 0xFFFFFFFF;
-
-// Walks the visited row tiles of one key tile upwards, 32 at a time. All lanes of a converged warp.
+// Walks the visited row tiles of one key tile, 32 at a time. All lanes of a converged warp.
+// Free order: from the last row down. Under a causal rule the key tiles of a document then start at the
+// same rows and each is the last at its own diagonal; upwards, the first tile would come last at every
+// row and convert them all. Fixed order (deterministic): upwards, see prepare.cu.
 class RowWalk {
  public:
-  __device__ RowWalk(const KernelArgs& args, int32_t mask_idx, int32_t k_tile_idx, int32_t block_k)
-      : mask_idx_(mask_idx), k_tile_idx_(k_tile_idx), block_k_(block_k) {
-    (void)args;
+  __device__ RowWalk(const KernelArgs& args, int32_t mask_idx, int32_t k_tile_idx)
+      : mask_idx_(mask_idx), k_tile_idx_(k_tile_idx) {
+    const int2 chunks = __ldg(args.step_chunks + tile(args));
+    chunk_ = args.is_deterministic ? chunks.x - 1 : chunks.y;
+    end_chunk_ = args.is_deterministic ? chunks.y : chunks.x - 1;
   }
 
   // Moves to the next visited row tile; false if there is none.
   __device__ bool next(const KernelArgs& args) {
     while (visible_ == 0) {
-      chunk_ += 32;
-      if (chunk_ >= args.num_q_tiles) return false;
-      const int32_t own_tile = chunk_ + threadIdx.x % 32;
-      const StepClass step = classify_step(args.mask, args.hulls, args.num_hulls, mask_idx_,
-                                           k_tile_idx_ * block_k_, block_k_, own_tile);
-      visible_ = __ballot_sync(kAllLanes, step != StepClass::kSkip);
-      partial_ = __ballot_sync(kAllLanes, step == StepClass::kPartial);
-      if (visible_ == 0) continue;
+      if (chunk_ == end_chunk_) return false;
+      chunk_ += args.is_deterministic ? 1 : -1;
+      if (chunk_ == end_chunk_) return false;
+      const uint2 bits = __ldg(args.step_bits + tile(args) * args.num_q_chunks + chunk_);
+      visible_ = bits.x;
+      partial_ = bits.y;
       own_visits_order_ = 0;
+      const int32_t own_tile = chunk_ * 32 + threadIdx.x % 32;
       if (own_tile < args.num_q_tiles) {
-        const int64_t row = static_cast<int64_t>(mask_idx_) * args.num_q_tiles + own_tile;
-        own_visits_order_ = __ldg(args.visits + row);
+        own_visits_order_ = __ldg(args.visits + int64_t{mask_idx_} * args.num_q_tiles + own_tile);
         if (args.is_deterministic) {
-          const int64_t tile = static_cast<int64_t>(mask_idx_) * args.num_k_tiles + k_tile_idx_;
           own_visits_order_ |=
-              static_cast<uint32_t>(__ldg(args.turns + tile * args.num_q_tiles + own_tile)) << 16;
+              static_cast<uint32_t>(__ldg(args.turns + tile(args) * args.num_q_tiles + own_tile))
+              << 16;
         }
       }
     }
-    bit_ = __ffs(visible_) - 1;
-    visible_ &= visible_ - 1;
+    bit_ = args.is_deterministic ? __ffs(visible_) - 1 : 31 - __clz(visible_);
+    visible_ ^= 1u << bit_;
     return true;
   }
-  __device__ int32_t q_tile_idx() const { return chunk_ + bit_; }
+  __device__ int32_t q_tile_idx() const { return chunk_ * 32 + bit_; }
   __device__ bool is_partial() const { return partial_ >> bit_ & 1; }
   __device__ uint32_t visits_order() const {
     return __shfl_sync(kAllLanes, own_visits_order_, bit_);
   }
 
  private:
-  int32_t mask_idx_, k_tile_idx_, block_k_;
-  int32_t chunk_ = -32, bit_ = 0;
+  __device__ int64_t tile(const KernelArgs& args) const {
+    return int64_t{mask_idx_} * args.num_k_tiles + k_tile_idx_;
+  }
+
+  int32_t mask_idx_, k_tile_idx_;
+  int32_t chunk_, end_chunk_, bit_ = 0;
   uint32_t visible_ = 0, partial_ = 0, own_visits_order_ = 0;
 };
 

@@ -48,18 +48,24 @@ FM3_HOST_DEVICE StepClass classify_step(const MaskView& mask, const sm90::Column
   return hull_class == sm90::HullClass::kFull ? StepClass::kFull : StepClass::kPartial;
 }
 
-// Rows hidden from a key as two intervals, empty ones as [0, 0). The causal rule takes the upper
-// interval's place, or joins it where that starts at row 0: the forms that have a causal rule have no
-// other upper interval (the dispatch checks it).
+// Rows hidden from a key as two intervals, an empty one as [s_q, s_q) and [0, 0). The causal rule takes
+// the upper interval's place, or joins it where that starts at row 0: the forms that have a causal rule
+// have no other upper interval (the dispatch checks it).
 struct TwoIntervals {
   int32_t lt_begin, lt_end, ut_begin, ut_end;
 };
-FM3_HOST_DEVICE TwoIntervals fold_causal(const sm90::HiddenRows& rows, bool is_causal) {
+FM3_HOST_DEVICE TwoIntervals fold_causal(const sm90::HiddenRows& rows, bool is_causal,
+                                         int32_t s_q) {
   const bool has_lt = rows.lt.begin < rows.lt.end;
   const bool has_ut = rows.ut.begin < rows.ut.end;
-  return {has_lt ? rows.lt.begin : 0, has_lt ? rows.lt.end : 0,
+  return {has_lt ? rows.lt.begin : s_q, has_lt ? rows.lt.end : s_q,
           is_causal || !has_ut ? 0 : rows.ut.begin,
           larger(has_ut ? rows.ut.end : 0, rows.causal.end)};
+}
+
+// Whether all that a key shows is one interval, [ut_end, lt_begin): one comparison a pair.
+FM3_HOST_DEVICE bool shows_one_interval(int32_t lt_end, int32_t ut_begin, int32_t s_q) {
+  return lt_end >= s_q && ut_begin <= 0;
 }
 
 }  // namespace fm3::sm90_bwd

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// What no pair shows may hold anything, NaN and infinities too: hidden pairs have P = 0 exactly, and these
+// keep 0 times what they hold from becoming NaN. Only partial steps have hidden pairs.
+//
+// A row or a key that is hidden here but not everywhere keeps its numbers: it shows them to its gradients
+// anyway.
+#pragma once
+
+#include "config.cuh"
+
+namespace fm3::sm90_bwd {
+
+// dP of hidden pairs.
+template <int kCount>
+__device__ __forceinline__ void clear_hidden(float (&dp)[kCount], const float (&p)[kCount]) {
+#pragma unroll
+  for (int idx = 0; idx < kCount; ++idx) {
+    if (p[idx] == 0.f) dp[idx] = 0.f;
+  }
+}
+
+// Row `row` of a tile of kRows rows in panels of 64 columns. One warp.
+template <int kRows, int kCols, class T>
+__device__ __forceinline__ void clear_row(T* tile, int32_t row) {
+#pragma unroll
+  for (int panel = 0; panel < kCols / 64; ++panel) {
+    reinterpret_cast<uint32_t*>(tile + (panel * kRows + row) * 64)[threadIdx.x % 32] = 0;
+  }
+}
+
+// Rows of Q and dO that see no key at all: lse is +inf. Consumer warp by consumer warp; the caller fences
+// and lets the warpgroups meet before a product of dV or dK reads them.
+template <class C>
+__device__ __forceinline__ void clear_hidden_rows(Smem<C>& smem, uint32_t count) {
+  constexpr int32_t kWarpRows = kBlockQ / kNumConsumerWarps;
+  const int32_t first = (threadIdx.x - 128) / 32 * kWarpRows;
+#pragma unroll 1
+  for (int32_t row = first; row < first + kWarpRows; ++row) {
+    if (smem.lse_log2[count % C::kQStages][row] != INFINITY) continue;
+    clear_row<kBlockQ, C::kDim>(smem.q[count % C::kQStages], row);
+    clear_row<kBlockQ, C::kDimV>(smem.dout[count % C::kDoutStages], row);
+  }
+}
+
+// Keys that no row sees, of the consumer warp's share. `k` is the tile of K that S has been computed from;
+// the caller fences and lets the warpgroups meet before dQ. Query heads of a group that have masks of
+// their own may show a key each other hides, so for those K stays as it is.
+template <class C>
+__device__ __forceinline__ void clear_hidden_keys(const KernelArgs& args, typename C::T* k,
+                                                  const int4* bounds) {
+  if (args.mask.h_mask > args.shape.h_kv) return;
+  constexpr int32_t kWarpKeys = C::kBlockK / kNumConsumerWarps;
+  const int32_t first = (threadIdx.x - 128) / 32 * kWarpKeys;
+  const int32_t s_q = args.shape.s_q;
+  const int4 rows = bounds[first + threadIdx.x % kWarpKeys];
+  const bool is_hidden = (rows.x <= 0 && rows.y >= s_q) || (rows.z <= 0 && rows.w >= s_q) ||
+                         (rows.z <= 0 && rows.w >= rows.x && rows.y >= s_q) ||
+                         (rows.x <= 0 && rows.y >= rows.z && rows.w >= s_q);
+  uint32_t hidden = __ballot_sync(kAllLanes, is_hidden && threadIdx.x % 32 < kWarpKeys);
+#pragma unroll 1
+  for (; hidden != 0; hidden &= hidden - 1) {
+    clear_row<C::kBlockK, C::kDim>(k, first + __ffs(hidden) - 1);
+  }
+}
+
+}  // namespace fm3::sm90_bwd
