@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -61,9 +60,9 @@ def collective_attention(
         if block_mask is None:
             _cache.put(bounds, key, prepared)
 
-    again = None if keep_gathered else _Regathered(k, v, prepared.partition, communicator)
-    k_global, v_global = _GatherKeysValues.apply(k, v, prepared.partition, communicator, reduce_dtype, again)
-    with nullcontext() if again is None else again.hooks(k_global, v_global):
+    k_global, v_global = _GatherKeysValues.apply(k, v, prepared.partition, communicator, reduce_dtype)
+    again = _Regathered(k, v, prepared.partition, communicator)
+    with nullcontext() if keep_gathered else again.hooks(k_global, v_global):
         return flashmask_attention(
             q, k_global, v_global, prepared.bounds_local, causal=False, block_mask=prepared.block_mask_local,
             return_softmax_lse=True, **options,
@@ -122,9 +121,7 @@ class _GatherKeysValues(PyLayer):
         partition: Partition,
         communicator: Communicator,
         reduce_dtype: str,
-        again: _Regathered | None,
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        ctx.again = again  # lives as long as the graph does
         ctx.partition, ctx.communicator, ctx.reduce_dtype = partition, communicator, reduce_dtype
         ctx.is_wanted = (not k.stop_gradient, not v.stop_gradient)
         pending = [_post_gather(x, name, partition, communicator) for name, x in (("K", k), ("V", v))]
@@ -148,41 +145,33 @@ class _GatherKeysValues(PyLayer):
 
 
 class _Regathered:
-    """What an operator saves for backward, but for the gathered K and V, which are gathered once more.
-
-    NOTE: in Paddle 3.3.1 what a pack hook returns is never freed if backward does not run, nor is the unpack hook. So
-    these hold a number and a weak reference, and this object belongs to the graph, as the context of the gather.
-    """
+    """Has an operator save for backward how to gather K and V once more, in place of what was gathered."""
 
     def __init__(self, k: paddle.Tensor, v: paddle.Tensor, partition: Partition, communicator: Communicator) -> None:
         self._local = [x.detach() for x in (k, v)]  # [b, s_local, h_kv, d]
-        self._has_graph = not (k.stop_gradient and v.stop_gradient)
         self._partition, self._communicator = partition, communicator
         self._pending: dict[int, Pending] = {}
-        self._saved: list[tuple[paddle.Tensor, int]] = []  # whatever is neither K nor V, and its write count
 
     def hooks(self, k_global: paddle.Tensor, v_global: paddle.Tensor) -> Any:
-        """A context in which an operator's saved tensors come here. K is number 0, V number 1."""
+        """A context for the operator's forward."""
         places = [(x.data_ptr(), x.shape) for x in (k_global, v_global)]
-        owner = weakref.ref(self) if self._has_graph else lambda: self  # no graph keeps it for the gradient of q
 
-        def pack(x: paddle.Tensor) -> int:
+        def pack(x: paddle.Tensor) -> int | tuple[paddle.Tensor, int]:
             place = (x.data_ptr(), x.shape)
-            return places.index(place) if place in places else owner()._keep(x)
+            if place in places:
+                return places.index(place)
+            # NOTE: detached, because an output that is saved with its graph would hold what holds it, for ever.
+            return x.detach(), x.inplace_version
 
-        return paddle.autograd.saved_tensors_hooks(pack, lambda number: owner()._give(number))
+        return paddle.autograd.saved_tensors_hooks(pack, self._unpack)
 
-    def _keep(self, x: paddle.Tensor) -> int:
-        self._saved.append((x.detach(), x.inplace_version))
-        return len(self._saved) + 1
-
-    def _give(self, number: int) -> paddle.Tensor:
-        if number > 1:
-            x, version = self._saved[number - 2]
+    def _unpack(self, packed: int | tuple[paddle.Tensor, int]) -> paddle.Tensor:
+        if isinstance(packed, tuple):
+            x, version = packed
             check_unwritten(f"a saved tensor of shape {list(x.shape)}", x, version)
             return x
         # Both are gathered when backward asks for the first of them: every rank's collectives keep one order.
-        if number not in self._pending:
+        if packed not in self._pending:
             for at, (name, x) in enumerate(zip("KV", self._local, strict=True)):
                 self._pending[at] = _post_gather(x, f"{name} again", self._partition, self._communicator)
-        return assemble_rows(self._pending.pop(number).wait(), self._partition)  # [b, s, h_kv, d]
+        return assemble_rows(self._pending.pop(packed).wait(), self._partition)  # [b, s, h_kv, d]

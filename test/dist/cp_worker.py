@@ -165,10 +165,11 @@ def main() -> None:
         check_comm(group)
         check_reduce_dtype(group)
     if groups.group_size(group) == 2:
+        case = CpCase("larger keys", "causal_documents", 512, d_qk=64, d_v=64, seed=21)
         for keep_gathered in (True, False):
-            # Steps with a new mask tensor each, as in training. What one gathers is 0.1 MB.
-            growth = growth_bytes(lambda keep=keep_gathered: run_case(CASES[2], group, keep_gathered=keep))
-            assert growth < 4e6, (keep_gathered, growth)
+            # Each step has a mask tensor of its own, and a forward whose backward never comes. One tensor is 0.13 MB.
+            growth = growth_bytes(lambda keep=keep_gathered: run_case(case, group, keep_gathered=keep))
+            assert growth < 6e6, (keep_gathered, growth)
     if groups.group_size(group) == 4:
         # As in a data-parallel x context-parallel mesh: every process makes both groups, in the same order.
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
