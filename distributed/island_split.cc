@@ -7,7 +7,7 @@
 namespace fm3::planner {
 namespace {
 
-constexpr int kRounds = 8;      // of falling tolerance
+constexpr int kRounds = 8;       // of falling tolerance
 constexpr int kMoves = 256;      // tried a round, in all bisections
 constexpr int kLeastMoves = 64;  // tried a round in each
 constexpr double kFirstTolerance =
