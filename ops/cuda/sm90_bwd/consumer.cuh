@@ -286,8 +286,10 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
       scores_to_p<C>(acc_s, lse, smem, step_pos.count, scale_log2, args.shape.s_q);
       if (const uint32_t flags = smem.info[step_pos.count % kNumInfo].flags; flags & kStepPartial) {
         clear_hidden_keys<C>(args, smem.kv + KvPlaces<C>::k(num_kv),
+                             smem.kv + KvPlaces<C>::v(num_kv),
                              smem.bounds[flags & kStepBoundsSlot ? 1 : 0]);
         ptx::fence_proxy_async();
+        ptx::named_barrier_sync(kGroupBarrier + group_idx, 128);  // its dP reads these rows of V
       }
 
       const auto run_step = [&](bool is_first,
@@ -324,10 +326,8 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
         gemm_from_registers<C::kDimV, T>(
             acc_dv, reg_p, ptx::advance(desc_dout_mn, dout_slot * Sizes<C>::kDoutBytes));
         ptx::wgmma_commit();
-        const uint32_t flags = smem.info[step_pos.count % kNumInfo].flags;
         ptx::wgmma_wait<1>();  // dP - delta
         ptx::wgmma_pin(acc_dp);
-        if (flags & kStepPartial) clear_hidden(acc_dp, acc_s);
 
         // dS^T goes to shared memory 16 rows at a time and stays in no register: dK reads it there too,
         // which costs 4 % more shared-memory reads a step and saves the 16 registers that would

@@ -175,7 +175,8 @@ __device__ __forceinline__ void run_wide_consumer(const KernelArgs& args, Smem<C
                         info.q_tile_idx * kBlockQ + row_first, args.shape.s_q);
         clear_hidden_rows<C>(smem, step_pos.count);
         if (step == 0) {
-          clear_hidden_keys<C>(args, smem.kv, smem.bounds[info.flags & kStepBoundsSlot ? 1 : 0]);
+          clear_hidden_keys<C>(args, smem.kv, smem.kv + KvPlaces<C>::kSecond,
+                               smem.bounds[info.flags & kStepBoundsSlot ? 1 : 0]);
         }
       }
 #pragma unroll

@@ -10,15 +10,6 @@
 
 namespace fm3::sm90_bwd {
 
-// dP of hidden pairs.
-template <int kCount>
-__device__ __forceinline__ void clear_hidden(float (&dp)[kCount], const float (&p)[kCount]) {
-#pragma unroll
-  for (int idx = 0; idx < kCount; ++idx) {
-    if (p[idx] == 0.f) dp[idx] = 0.f;
-  }
-}
-
 // Row `row` of a tile of kRows rows in panels of 64 columns. One warp.
 template <int kRows, int kCols, class T>
 __device__ __forceinline__ void clear_row(T* tile, int32_t row) {
@@ -42,12 +33,12 @@ __device__ __forceinline__ void clear_hidden_rows(Smem<C>& smem, uint32_t count)
   }
 }
 
-// Keys that no row sees, of the consumer warp's share. `k` is the tile of K that S has been computed from;
-// the caller fences and lets the warpgroups meet before dQ. Query heads of a group that have masks of
+// Keys that no row sees, of the consumer warp's share. S has been computed from the tile of K already; the
+// caller fences, and lets those meet who read V before dP and K before dQ. Query heads of a group that have masks of
 // their own may show a key each other hides, so for those K stays as it is.
 template <class C>
 __device__ __forceinline__ void clear_hidden_keys(const KernelArgs& args, typename C::T* k,
-                                                  const int4* bounds) {
+                                                  typename C::T* v, const int4* bounds) {
   if (args.mask.h_mask > args.shape.h_kv) return;
   constexpr int32_t kWarpKeys = C::kBlockK / kNumConsumerWarps;
   const int32_t first = (threadIdx.x - 128) / 32 * kWarpKeys;
@@ -59,7 +50,9 @@ __device__ __forceinline__ void clear_hidden_keys(const KernelArgs& args, typena
   uint32_t hidden = __ballot_sync(kAllLanes, is_hidden && threadIdx.x % 32 < kWarpKeys);
 #pragma unroll 1
   for (; hidden != 0; hidden &= hidden - 1) {
-    clear_row<C::kBlockK, C::kDim>(k, first + __ffs(hidden) - 1);
+    const int32_t key = first + __ffs(hidden) - 1;
+    clear_row<C::kBlockK, C::kDim>(k, key);
+    clear_row<C::kBlockK, C::kDimV>(v, key);
   }
 }
 
