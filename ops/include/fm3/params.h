@@ -49,7 +49,7 @@ struct BwdParams {
   float softmax_scale;
   int32_t is_deterministic;
   MaskView mask;
-  const void* schedule;  // as in FwdParams; the sm90 backward makes lists of its own (8 us) and does not read it
+  const void* schedule;  // as in FwdParams; the sm90 backward builds its own (8 us) all the same
   const void* q;         // [b, s_q, h_q, d_qk]
   const void* k;         // [b, s_k, h_kv, d_qk]
   const void* v;         // [b, s_k, h_kv, d_v]
