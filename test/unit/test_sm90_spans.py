@@ -45,9 +45,7 @@ def planes(raw: RawMask, s_q: int, s_k: int) -> np.ndarray:
     )
 
 
-def spans_of(
-    library: ctypes.CDLL, mask: NativeMask, list_idx: int, q_tile_idx: int, *, is_pair: bool = False
-) -> Spans:
+def spans_of(library: ctypes.CDLL, mask: NativeMask, list_idx: int, q_tile_idx: int, *, is_pair: bool = False) -> Spans:
     capacity = mask.s_k // library.item_cols(0) + 2
     triples = (ctypes.c_int32 * (3 * capacity))()
     view = mask.view
