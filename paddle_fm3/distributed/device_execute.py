@@ -2,8 +2,8 @@
 """Runs one rank's share of a CpPlan on a GPU: enqueues copies, kernels and what must come before what, and returns.
 
 Forward. The own rows of K and V go to the front of the key buffer, all batches of the gather are posted, and one
-attention kernel runs over the whole buffer, waiting itself for rows that are not there yet, if the transport can
-tell it ("rows"); otherwise one kernel a step and a merge ("steps").
+attention kernel runs over the whole buffer: once all rows are in ("whole"), or before, waiting itself for rows that are
+not there yet, if the transport can tell it ("rows"). Or there is one kernel a step, and a merge ("steps").
 
 Backward. K and V are gathered again, so that no layer keeps more than its own rows. Steps run in the plan's order on
 one or two compute streams; each leaves its own dQ part and its rows of the dK/dV part buffer. What the plan lets go
@@ -34,7 +34,7 @@ from paddle_fm3.distributed.device_transport import BUFFER_ALIGNMENT, DeviceTran
 from paddle_fm3.distributed.device_work import DeviceWork, KeyRange, SumTable
 
 __all__ = ["FORWARD_MODES", "DeviceAttention", "Heads", "PreparedWork"]
-FORWARD_MODES = ("rows", "steps")
+FORWARD_MODES = ("rows", "whole", "steps")
 _MAX_BOUND = 64  # masks times sizes that are kept filled in
 
 
@@ -44,7 +44,9 @@ class DeviceAttention:
     Args:
         transport: None for a single rank.
         timeout_s: how long an attention kernel waits for a row.
-        forward_mode: "rows" or "steps" (see the module); default "rows" where the transport can, except in a ring.
+        forward_mode: "rows", "whole" or "steps" (see the module). Default: a ring goes in steps; otherwise "whole" if
+            the transport can write words, else "steps". "rows" needs such a transport and a plan whose rows are not
+            passed on; elsewhere it means "whole".
         num_step_streams: 1 or 2; with 2 a backward step starts while the one before runs out.
         has_side_stream: False keeps all work of this class on the caller's stream.
     """
@@ -161,18 +163,27 @@ class DeviceAttention:
         if work.num_own == 0:
             return
         if ready is not None:
+            assert self.transport is not None
+            self.transport.wait_peers(list(tickets.values()), stream)
             self._forward_call(bound.whole[slot], q, out, lse, scale, stream, ready)
-        elif len(work.fwd_calls) == 1:
-            self._wait_stages(work, tickets, work.fwd_calls[0], stream)
+        elif len(work.fwd_calls) == 1 or self._mode(work) != "steps":
+            for call in work.fwd_calls:
+                self._wait_stages(work, tickets, call, stream)
             self._forward_call(bound.whole[slot], q, out, lse, scale, stream)
         else:
             with self._leaving_room(work):
                 self._forward_steps(bound, slot, q, out, lse, scale, stream, tickets)
 
+    def _mode(self, work: DeviceWork) -> str:
+        can_write = self.transport is not None and self.transport.raises_words
+        mode = self._forward_mode or ("steps" if work.is_ring or not can_write else "whole")
+        is_relayed = any(batch.after for batch in work.gather)
+        return "whole" if mode == "rows" and (not can_write or is_relayed or not work.is_overlapped) else mode
+
     def _ready_rows(self, work: DeviceWork, slot: int) -> ReadyRows | None:
         """Where the attention kernel sees which rows are in, if it is to wait for them itself."""
-        transport, mode = self.transport, self._forward_mode or ("steps" if work.is_ring else "rows")
-        if transport is None or mode != "rows" or not work.is_overlapped or not transport.raises_words:
+        transport = self.transport
+        if transport is None or self._mode(work) != "rows":
             return None
         assert transport.status_word is not None
         return ReadyRows(self._words + slot * 256, transport.status_word, self._timeout_us)

@@ -8,7 +8,8 @@ records, and nothing is unpickled.
 
 A stream that waits for a word cannot give up by itself. So a thread of each rank looks at the page: when a peer has
 ended, or a batch has waited for longer than the timeout, it writes why, and every rank's thread releases all words.
-Streams then run to their end, with contents that mean nothing, and the next call raises the reason.
+Streams then run to their end, with contents that mean nothing, and the next call raises the reason; a program that
+makes no further call is ended before it trusts them for long (`device_held`).
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from paddle_fm3.distributed.device import Device, DeviceError
+from paddle_fm3.distributed.device_held import end_process
 from paddle_fm3.distributed.device_page import NUM_READY_WORDS, SignalPage
 from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Ticket
 from paddle_fm3.distributed.transport import TransportError
@@ -58,10 +60,13 @@ class IpcTransport(DeviceTransport):
         self._ready_stream, self._relay_stream, self._pull_stream = (device.stream_create() for _ in range(3))
         self._begin_event = device.event_create()
         self._in_events = [device.event_create() for _ in range(NUM_READY_WORDS)]
+        self._met_events = [device.event_create() for _ in range(NUM_READY_WORDS)]  # the first peer is ready
         self._buffers: dict[str, int] = {}
         self._peers: list[dict[str, int]] = [{} for _ in range(num_ranks)]  # by rank: buffer -> address here
         self._copies: dict[int, tuple[Batch, list[tuple[int, Any]]]] = {}  # by id of the batch
         self._tickets: dict[int, Ticket] = {}  # by number modulo NUM_READY_WORDS
+        self._num_pulled = 0  # batches that were in when the watch last looked
+        self._was_raised = self._is_ending = False
         self._is_closed = threading.Event()
         self._watch = threading.Thread(target=self._watch_page, name=f"paddle_fm3-ipc-{rank}", daemon=True)
         self._watch.start()
@@ -135,8 +140,10 @@ class IpcTransport(DeviceTransport):
             device.event_wait(self._in_event(earlier), ready_stream)
         device.write_word(ready_stream, self._base + self._page.ready_offset(self.rank, number), value)
         device.event_wait(self._begin_event, self._pull_stream)
-        for peer, copies in self._copies_of(ticket.batch):
+        for at, (peer, copies) in enumerate(self._copies_of(ticket.batch)):
             device.wait_word(self._pull_stream, self._base + self._page.ready_offset(peer, number), value)
+            if at == 0:
+                device.event_record(self._met_events[number % NUM_READY_WORDS], self._pull_stream)
             device.copy(copies, self._pull_stream)
         if word is not None:
             device.write_word(self._pull_stream, *word)
@@ -168,6 +175,20 @@ class IpcTransport(DeviceTransport):
     def _wait(self, ticket: Ticket, stream: int) -> None:
         self._device.event_wait(self._in_event(ticket), stream)
 
+    def _wait_peers(self, tickets: Sequence[Ticket], stream: int) -> None:
+        # A stream's wait that is not met when it is looked at is looked at again when the device changes its work, or
+        # a time slice later: 2 ms, seen on H200s while a kernel ran. So the kernel comes after the first wait of the
+        # copies, and after all words that later ones wait for.
+        receiving = [ticket for ticket in tickets if ticket.batch.recvs]
+        for ticket in receiving:
+            for peer, _ in self._copies_of(ticket.batch):
+                self._device.wait_word(
+                    stream, self._base + self._page.ready_offset(peer, ticket.number), ticket.number + 1
+                )
+        if receiving:
+            self._in_event(receiving[0])
+            self._device.event_wait(self._met_events[receiving[0].number % NUM_READY_WORDS], stream)
+
     def _wait_sent(self, ticket: Ticket, stream: int) -> None:
         for peer in ticket.batch.send_peers:
             self._device.wait_word(stream, self._base + self._page.pulled_offset(peer), ticket.number + 1)
@@ -177,6 +198,7 @@ class IpcTransport(DeviceTransport):
     def check(self) -> None:
         failure = self._page.failure
         if failure is not None:
+            self._was_raised = True
             raise TransportError(failure)
         if self._is_closed.is_set():
             raise TransportError("the transport is closed")
@@ -207,7 +229,7 @@ class IpcTransport(DeviceTransport):
         watched, since_s = -1, 0.0
         while not self._is_closed.wait(_TICK_S):
             if self._page.failure is not None:
-                self._page.release(self._num_posts + _FAR)
+                self._release()
                 continue
             ended = [r for r in range(self.num_ranks) if r != self.rank and self._page.has_ended(r)]
             if ended:
@@ -217,12 +239,25 @@ class IpcTransport(DeviceTransport):
             if gave_up_row:
                 self._give_up(f"its attention kernel waited too long for key row {gave_up_row - 1}")
                 continue
-            number = self._page.word(self._page.pulled_offset(self.rank))
+            number = self._num_pulled = self._page.word(self._page.pulled_offset(self.rank))
             is_waiting = number < self._num_posts and self._is_ready(self.rank, number)
             if not is_waiting or number != watched:
                 watched, since_s = number if is_waiting else -1, time.monotonic()
             elif time.monotonic() - since_s > self._timeout_s:
                 self._give_up(self._why_waiting(number))
+
+    def _release(self) -> None:
+        """Lets streams run to their end. If rows were still to come, what they compute means nothing."""
+        self._page.release(self._num_posts + _FAR)
+        failure = self._page.failure
+        if self._num_pulled < self._num_posts and not self._is_ending and failure is not None:
+            self._is_ending = True
+            threading.Thread(
+                target=end_process,
+                args=(failure, lambda: not self._was_raised and not self._is_closed.is_set(), lambda: self._was_raised),
+                name="paddle_fm3-ipc-end",
+                daemon=True,
+            ).start()
 
     def _is_ready(self, rank: int, number: int) -> bool:
         return self._page.word(self._page.ready_offset(rank, number)) >= number + 1

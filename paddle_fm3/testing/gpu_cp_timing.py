@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -218,6 +218,9 @@ class NoTransfers(DeviceTransport):
             self._device.write_word(stream, *word)
 
     def _wait(self, ticket: Ticket, stream: int) -> None:
+        pass
+
+    def _wait_peers(self, tickets: Sequence[Ticket], stream: int) -> None:
         pass
 
     def _wait_sent(self, ticket: Ticket, stream: int) -> None:

@@ -46,9 +46,9 @@ def check(results, inputs: dict, mask: ColumnMask, has_backward: bool = True) ->
         assert error <= 4e-3 * scale, f"{name}: error {error} at scale {scale}"
 
 
-@pytest.mark.parametrize(("mode", "num_step_streams"), [("rows", 2), ("steps", 1)])
+@pytest.mark.parametrize(("mode", "num_step_streams"), [("rows", 2), ("steps", 1), (None, 2)])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_in_any_order(name: str, mode: str, num_step_streams: int) -> None:
+def test_every_strategy_in_any_order(name: str, mode: str | None, num_step_streams: int) -> None:
     seed = sum(map(ord, name)) + num_step_streams
     rng = np.random.default_rng(seed)
     for num_ranks, num_nodes in ((2, 1), (4, 2)):
