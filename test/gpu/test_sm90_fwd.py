@@ -22,7 +22,7 @@ from gpu_support import (  # noqa: E402
 
 from paddle_fm3 import _native  # noqa: E402
 from paddle_fm3.testing.cases import AttentionCase, benchmark_case, resized  # noqa: E402
-from paddle_fm3.testing.gpu_call import GpuMask, Sm90, Sm90Error  # noqa: E402
+from paddle_fm3.testing.gpu_call import GpuMask, Sm90, Sm90Error, visible_rows  # noqa: E402
 from paddle_fm3.testing.gpu_reference import reference_head, relative_error  # noqa: E402
 from paddle_fm3.testing.hostile_cases import HOSTILE_CASES, hostile_case  # noqa: E402
 
@@ -67,13 +67,14 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(sum(shape)))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ["jump", "ramp"])
-def test_scores_far_above_the_first_ones(sm90: Sm90, shape: str) -> None:
+def test_scores_far_above_the_first_ones(sm90: Sm90, shape: str, dtype: str) -> None:
     """Rows whose scores outgrow what the kernel first refers to take the way of computing them again."""
     s = 2048
     growth = torch.where(torch.arange(s) >= s // 2, 40.0, 1.0) if shape == "jump" else torch.linspace(0.1, 60, s)
-    q, v = (normal(1, s, 2, 128).bfloat16() for _ in range(2))
-    k = (normal(1, s, 2, 128) * growth.cuda()[None, :, None, None]).bfloat16()
+    q, v = (normal(1, s, 2, 128).to(DTYPES[dtype]) for _ in range(2))
+    k = (normal(1, s, 2, 128) * growth.cuda()[None, :, None, None]).to(DTYPES[dtype])
     mask = GpuMask(None, None, False, 1, 1, s, s)
     out, lse = sm90.forward(q, k, v, mask)
     for h_idx in range(2):
@@ -90,6 +91,29 @@ def test_nan_in_a_visible_key_reaches_every_row_that_sees_it(sm90: Sm90) -> None
     out, lse = sm90.forward(q, k, v, mask)
     assert torch.isnan(out[0, 300:]).all() and torch.isnan(lse[0, 0, 300:]).all()
     assert not torch.isnan(out[0, :300]).any() and not torch.isnan(lse[0, 0, :300]).any()
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "window", "causal_document", "document"])
+def test_a_spoilt_value_reaches_the_rows_that_see_it_and_no_other(sm90: Sm90, kind: str) -> None:
+    """Single tiles and (full) pairs; hidden pairs of partial tiles would carry 0 times the value."""
+    case = resized(benchmark_case(f"8k_{kind}"), b=1, h_q=2, h_kv=1)
+    q, k, v = normal(1, 8192, 2, 128).bfloat16(), normal(1, 8192, 1, 128).bfloat16(), normal(1, 8192, 1, 128).bfloat16()
+    mask = GpuMask.of(case)
+    spoilt = {5: float("nan"), 3000: float("inf"), 4097: float("-inf"), 8190: float("nan")}
+    clean, _ = sm90.forward(q, k, v, mask)
+    for k_idx, value in spoilt.items():
+        v[0, k_idx, 0, k_idx % 128] = value
+    out, _ = sm90.forward(q, k, v, mask)
+    shown = visible_rows(mask, 0, 0, 0, 8192)  # [s_q, s_k]
+    for h_idx in range(2):
+        is_spoilt = torch.zeros(8192, 128, dtype=torch.bool, device="cuda")
+        for k_idx, value in spoilt.items():
+            column = out[0, :, h_idx, k_idx % 128]
+            is_spoilt[:, k_idx % 128] |= shown[:, k_idx]
+            assert value != value or (column[shown[:, k_idx]] == value).all()
+        assert torch.equal(~out[0, :, h_idx].isfinite(), is_spoilt)
+        kept = out[0, :, h_idx][~is_spoilt].float() - clean[0, :, h_idx][~is_spoilt].float()
+        assert kept.norm() <= 5e-3 * clean[0, :, h_idx].float().norm()
 
 
 def test_prepared_schedule_and_strided_inputs_change_nothing(sm90: Sm90) -> None:
