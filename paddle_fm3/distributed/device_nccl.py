@@ -19,7 +19,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import mmap
-import os
 import sys
 import threading
 import time
@@ -30,17 +29,13 @@ import paddle
 
 from paddle_fm3 import _paddle, env
 from paddle_fm3.distributed.device import Device
+from paddle_fm3.distributed.device_held import end_process
 from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Piece, Ticket
 from paddle_fm3.distributed.transport import TcpTransport, TransportError
 
 NUM_EVENTS = 512  # reused in turn; a wait for an old batch then waits for a later one as well, which is as right
 POLL_S = 0.05
-SAY_AFTER_S = 0.5  # for the program to meet the error by itself, and say it
-EXIT_GRACE_S = 5.0  # for the program to end by itself
-EXIT_STATUS = 70
-GOODBYE_PHASE = (
-    0xFFFFFFFF  # of what a rank sends when it ends in order; a connection that ends without it was lost
-)
+GOODBYE_PHASE = 0xFFFFFFFF  # of what a rank sends when it ends in order; a connection that ends without it was lost
 
 
 class NcclTransport(DeviceTransport):
@@ -154,7 +149,7 @@ class NcclTransport(DeviceTransport):
             elif time.monotonic() - since_s > self._timeout_s:
                 self._control.fail(self._stalled())
             time.sleep(POLL_S)
-        self._end_process_if_held()
+        end_process(self._control.failure, lambda: self._num_open() > 0, lambda: self._was_raised)
 
     def _stalled(self) -> str:
         _, batch = self._names[0]
@@ -163,12 +158,3 @@ class NcclTransport(DeviceTransport):
             f"rank {self.rank} of {self.num_ranks} gave up on {batch.name!r}: no transfer was done for "
             f"{self._timeout_s:g} s; it needs rank {', '.join(map(str, peers)) or 'none'} (dead or stalled)"
         )
-
-    def _end_process_if_held(self) -> None:
-        time.sleep(SAY_AFTER_S)
-        if self._num_open() and not self._was_raised:
-            print(f"context parallelism: {self._control.failure}", file=sys.stderr, flush=True)
-        time.sleep(EXIT_GRACE_S)
-        if self._num_open():
-            sys.stdout.flush()
-            os._exit(EXIT_STATUS)

@@ -102,7 +102,7 @@ def planned_attention_on_gpu(
         for evicted, _ in _cache.put(bounds, key, found):
             attention.discard(evicted)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    q, k, v = (x if x.strides[-1] == 1 or x.shape[-1] == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = map(_with_dense_heads, (q, k, v))
     return _PlannedAttention.apply(q, k, v, attention, found[0], scale, deterministic)
 
 
@@ -176,7 +176,7 @@ class _PlannedAttention(PyLayer):
         q, k, v, out, lse = ctx.saved_tensor()
         dout = _paddle.zeros_like(out) if maybe_dout is None else maybe_dout
         dout = dout if dout.dtype == q.dtype else dout.astype(q.dtype)
-        dout = dout if dout.strides[-1] == 1 or dout.shape[-1] == 1 else dout.contiguous()
+        dout = _with_dense_heads(dout)
         dlse = None if maybe_dlse is None else maybe_dlse.contiguous()
         grads = [paddle.empty(x.shape, x.dtype) for x in (q, k, v)]
         _guarded(
@@ -203,7 +203,14 @@ def _guarded(attention: DeviceAttention, action: Callable[..., None], *arguments
 
 def _device_tensor(x: paddle.Tensor) -> DeviceTensor:
     b, s, h, d = x.shape
+    if 0 in (b, s, h, d):  # its strides mean nothing, and Paddle 2.6 invents some
+        return DeviceTensor.contiguous(_address(x), b, s, h, d)
     return DeviceTensor(_address(x), b, s, h, d, tuple(x.strides[:3]))
+
+
+def _with_dense_heads(x: paddle.Tensor) -> paddle.Tensor:
+    """The tensor itself if its last axis is contiguous, else a dense copy."""
+    return x if x.strides[-1] == 1 or x.shape[-1] == 1 or 0 in x.shape else x.contiguous()
 
 
 def _address(x: paddle.Tensor) -> int:

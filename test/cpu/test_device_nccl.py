@@ -30,6 +30,7 @@ from test_device_execute import check, make_inputs
 
 from paddle_fm3 import _paddle
 from paddle_fm3.distributed import device_nccl
+from paddle_fm3.distributed.device_held import EXIT_STATUS
 from paddle_fm3.distributed.device_nccl import NcclTransport
 from paddle_fm3.distributed.planner import PlanOptions, build_plan
 from paddle_fm3.distributed.strategy import STRATEGIES
@@ -156,13 +157,13 @@ HELD = """
     from types import SimpleNamespace
     from test_device_nccl import FakeNccl, FakeProcessGroup, controls, patch
     from paddle_fm3 import _paddle
-    from paddle_fm3.distributed import device_nccl
+    from paddle_fm3.distributed import device_held, device_nccl
     from paddle_fm3.distributed.device_transport import Batch, Piece
     from paddle_fm3.distributed.transport import TransportError
     from paddle_fm3.testing.fake_device import FakeWorld
 
     how = sys.argv[1]
-    device_nccl.EXIT_GRACE_S = 0.5
+    device_held.EXIT_GRACE_S = 0.5
     patch(pytest.MonkeyPatch())
     world = FakeWorld(0)
     nccl = FakeNccl(world)
@@ -213,10 +214,10 @@ HELD = """
 @pytest.mark.parametrize(
     ("how", "status", "out", "err"),
     [
-        ("closed", device_nccl.EXIT_STATUS, "", "context parallelism: rank 1 stopped: boom\n"),
-        ("raised", device_nccl.EXIT_STATUS, "raised rank 1 stopped: boom\n", ""),
+        ("closed", EXIT_STATUS, "", "context parallelism: rank 1 stopped: boom\n"),
+        ("raised", EXIT_STATUS, "raised rank 1 stopped: boom\n", ""),
         (
-            "silent", device_nccl.EXIT_STATUS, "",
+            "silent", EXIT_STATUS, "",
             "context parallelism: rank 0 of 2 gave up on 'rows stage 1': no transfer was done for 1 s; it needs rank 1 "
             "(dead or stalled)\n",
         ),

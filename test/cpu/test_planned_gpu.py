@@ -14,6 +14,7 @@ from plan_cases import CASES, PlanCase
 
 from paddle_fm3 import _paddle
 from paddle_fm3.distributed import agreement, planned_gpu
+from paddle_fm3.distributed.device import DeviceTensor
 from paddle_fm3.distributed.device_execute import DeviceAttention
 from paddle_fm3.distributed.planned import PlanChoice
 from paddle_fm3.distributed.prepared import CACHE_ENTRIES, content_digest
@@ -156,3 +157,25 @@ def test_float32_is_refused_by_name(attention: ModelAttention) -> None:
     q, k, v = (paddle.to_tensor(x) for x in list(case.call.tensors().values())[:3])
     with pytest.raises(ValueError, match="q.dtype is float32; plans run on GPUs with bfloat16 or float16"):
         attend(case, q, k, v, bounds_of(case))
+
+
+def test_a_rank_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without elements reach the executor with strides that make sense, in both directions."""
+    monkeypatch.setattr(_paddle, "current_stream", lambda: 1)
+    seen: list[Any] = []
+
+    class Noting:
+        transport = None
+
+        def forward(self, *arguments: Any) -> None:
+            seen.extend(x for x in arguments if isinstance(x, DeviceTensor))
+
+        backward = forward
+
+    q, k, v = (paddle.to_tensor(np.zeros((1, 0, h, 8), np.float16), stop_gradient=False) for h in (4, 2, 2))
+    arguments = (Noting(), None, 1.0, False)
+    out, lse = planned_gpu._PlannedAttention.apply(q, k, v, *arguments)
+    assert out.shape == [1, 0, 4, 8] and lse.shape == [1, 4, 0]
+    dout, dlse = (paddle.to_tensor(np.zeros(x.shape, dtype)) for x, dtype in ((out, np.float16), (lse, np.float32)))
+    paddle.autograd.backward([out, lse], [dout, dlse])
+    assert len(seen) == 4 + 8 and all(x.is_contiguous for x in seen), seen
