@@ -21,13 +21,13 @@ from paddle_fm3.testing.cases import AttentionCase
 from paddle_fm3.testing.gpu_call import GpuMask, Sm90
 from paddle_fm3.testing.gpu_cp import relative_errors
 
-_HULL_BYTES, _ENTRY_BYTES = 32, 8  # sm90::ColumnHull, sm90::QueryTileEntry
+_TOTALS_BYTES, _HULL_BYTES, _ENTRY_BYTES = 256, 32, 8  # ScheduleTotals' place, ColumnHull, QueryTileEntry
 
 
 def tile_order(schedule: torch.Tensor, mask: GpuMask) -> list[int]:
     """Query tiles of the first list of a prepared schedule, in the order of work (device_schedule.cuh's layout)."""
     num_lists, num_hulls, num_tiles = mask.b * mask.h_mask, -(-mask.s_k // 128), -(-mask.s_q // 128)
-    begin = -(-num_lists * num_hulls * _HULL_BYTES // 256) * 256
+    begin = _TOTALS_BYTES + -(-num_lists * num_hulls * _HULL_BYTES // 256) * 256
     entries = schedule[begin : begin + num_tiles * _ENTRY_BYTES].cpu().numpy().view(np.int32)
     return entries.reshape(-1, 2)[:, 0].tolist()
 
@@ -88,6 +88,7 @@ class LateKeys:
         schedule = sm90.build_schedule(self.mask)
         view: MaskView = self.mask.view
         self.stream, self.copy_stream = torch.cuda.Stream(), torch.cuda.Stream()
+        torch.cuda.synchronize()  # the schedule is built on another stream
         device._call("order_local_first", view, schedule.data_ptr(), num_local, self.stream.cuda_stream)
         torch.cuda.synchronize()
         self._params = sm90.forward_params(self.q, self.k, self.v, self.mask, self.out, self.lse, schedule=schedule)
