@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paddle_fm3.distributed.exchange import DST, DST_ROW, HOP, ROWS, SRC, SRC_ROW, STAGE, Exchange, Message
+from paddle_fm3.distributed.localize import compact_bounds
 from paddle_fm3.distributed.plan import CpPlan, RankPlan, Step
-from paddle_fm3.mask.column_mask import ColumnMask
 
 Int32Array = NDArray[np.int32]
 
@@ -322,15 +322,3 @@ def _sum_table(targets: list[tuple[int, int, int, tuple[Message, ...]]], layout:
         entries.append(added[is_entry].astype(np.int32))
         num_entries += int(counts.sum())
     return SumTable(np.concatenate(rows), np.concatenate(entries))
-
-
-def compact_bounds(mask: ColumnMask) -> Int32Array:
-    """int32 [b, h_mask, s_k, n] for a mask without the causal rule: n = 2 if all intervals reach the ends of the rows,
-    else 4."""
-    is_lower_empty = mask.lt_begin >= mask.lt_end
-    is_upper_empty = mask.ut_begin >= mask.ut_end
-    if (is_lower_empty | (mask.lt_end == mask.s_q)).all() and (is_upper_empty | (mask.ut_begin == 0)).all():
-        lower = np.where(is_lower_empty, mask.s_q, mask.lt_begin)
-        upper = np.where(is_upper_empty, 0, mask.ut_end)
-        return np.stack([lower, upper], axis=-1).astype(np.int32)
-    return np.stack([mask.lt_begin, mask.lt_end, mask.ut_begin, mask.ut_end], axis=-1).astype(np.int32)

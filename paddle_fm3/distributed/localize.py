@@ -82,6 +82,20 @@ def _trusted_mask(bounds: tuple[Int32Array, ...], s_q: int, block_mask: Int32Arr
     return mask
 
 
+def compact_bounds(local: ColumnMask) -> Int32Array:
+    """int32 [b, h_mask, s_k, n] for causal=False: n = 2 if all intervals reach the ends of the rows, else 4.
+
+    `ColumnMask.to_bounds` finds more, but costs 0.14 s at 128K columns; this is paid once a batch.
+    """
+    is_lower_empty = local.lt_begin >= local.lt_end
+    is_upper_empty = local.ut_begin >= local.ut_end
+    if (is_lower_empty | (local.lt_end == local.s_q)).all() and (is_upper_empty | (local.ut_begin == 0)).all():
+        lower = np.where(is_lower_empty, local.s_q, local.lt_begin)
+        upper = np.where(is_upper_empty, 0, local.ut_end)
+        return np.stack([lower, upper], axis=-1).astype(np.int32)
+    return np.stack([local.lt_begin, local.lt_end, local.ut_begin, local.ut_end], axis=-1)
+
+
 def local_rows_before(partition: Partition, rank: int) -> NDArray[np.int32]:
     """``loc``: for each global row r in [0, s], how many of the rank's rows come before it. int32 [s + 1].
 
