@@ -18,6 +18,7 @@ import argparse
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -106,15 +107,20 @@ def sanitize(tool: str, kernel: str, direction: str, case_names: list[str], limi
              *(word for name in case_names for word in ("--case", name))]  # fmt: skip
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "5", *child]
     begin = time.perf_counter()
+    run = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )  # fmt: skip
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired as error:
-        return False, f"{tool} {kernel} {direction}: not done after {limit_s:.0f} s\n{error.stdout or ''}"
+        output, _ = run.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)  # the checked process too, which may spin on the device
+        output, _ = run.communicate()
+        return False, f"{tool} {kernel} {direction}: not done after {limit_s:.0f} s\n{output[-2000:]}"
     summary = f"{tool} {kernel} {direction} ({time.perf_counter() - begin:.0f} s)"
-    if done.returncode == 0:
+    if run.returncode == 0:
         return True, f"{summary}: clean"
-    text = "\n".join((done.stdout + done.stderr).splitlines()[:60])
-    return False, f"{summary}: exit status {done.returncode}\n{text}"
+    text = "\n".join(output.splitlines()[:60])
+    return False, f"{summary}: exit status {run.returncode}\n{text}"
 
 
 def run_control() -> int:
