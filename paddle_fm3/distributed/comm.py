@@ -13,6 +13,7 @@ limit of 30 s also caps longer timeouts. On NCCL a dead peer is Paddle's watchdo
 
 from __future__ import annotations
 
+import atexit
 import json
 import queue
 import re
@@ -35,6 +36,7 @@ T = TypeVar("T")
 RECORD_BYTES = 2048  # fixed size of one rank's record in `exchange`
 ANNOUNCE_AFTER_S = 1.0  # a rank that waits longer says so in the store, so that it is not taken for dead
 ROLL_CALL_S = 3.0  # how long the survivors of a failure spend on finding out who is missing
+END_TIMEOUT_S = 1.0  # how long the end of the process waits for the communication thread
 
 
 class CommError(RuntimeError):
@@ -235,21 +237,28 @@ class _Job:
         self.error: BaseException | None = None
 
 
-_job_queue: queue.SimpleQueue[_Job] | None = None
+_job_queue: queue.SimpleQueue[_Job | None] | None = None
 
 
-def _gloo_thread() -> queue.SimpleQueue[_Job]:
+def _gloo_thread() -> queue.SimpleQueue[_Job | None]:
     """The queue of the process's one communication thread; one thread keeps all groups' collectives in order."""
     global _job_queue
     if _job_queue is None:
         _job_queue = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(_job_queue,), name="paddle_fm3-gloo", daemon=True).start()
+        thread = threading.Thread(target=_serve, args=(_job_queue,), name="paddle_fm3-gloo", daemon=True)
+        thread.start()
+        atexit.register(_end_gloo_thread, _job_queue, thread)
     return _job_queue
 
 
-def _serve(jobs: queue.SimpleQueue[_Job]) -> None:
-    while True:
-        job = jobs.get()
+def _end_gloo_thread(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread) -> None:
+    """Before the libraries whose thread-local state it holds are taken down. One stuck in gloo is left to the process's end."""
+    jobs.put(None)
+    thread.join(END_TIMEOUT_S)
+
+
+def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
         try:
             job.run()
         except BaseException as error:  # noqa: BLE001  handed to the waiting thread, which raises

@@ -13,6 +13,7 @@ out through the group's own collectives.
 
 from __future__ import annotations
 
+import atexit
 import hmac
 import os
 import platform
@@ -39,6 +40,7 @@ _MAX_BYTES_A_CALL = 1 << 20  # so that one connection does not keep the thread f
 _MAX_PARTS_A_CALL = 64
 _HELLO_TIMEOUT_S = 2.0
 _MAX_REASON_BYTES = 1000
+_END_TIMEOUT_S = 1.0
 
 Parts = list[memoryview]  # contiguous bytes, in order
 OnDone = Callable[[float], None]  # called with the time (trace.now_us) of the message's first byte
@@ -97,7 +99,10 @@ class TcpTransport:
         for peer in self._peers.values():
             peer.connection.setblocking(False)
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
-        threading.Thread(target=self._serve, name=f"paddle_fm3-transport-{rank}", daemon=True).start()
+        self._is_ended = False
+        self._thread = threading.Thread(target=self._serve, name=f"paddle_fm3-transport-{rank}", daemon=True)
+        self._thread.start()
+        atexit.register(self._end_thread)
 
     # --- any thread ------------------------------------------------------------------------------
 
@@ -154,10 +159,20 @@ class TcpTransport:
         self.call_soon(end)
         is_told.wait(1.0)  # so that the peers hear of it even if the process ends next
 
+    def _end_thread(self) -> None:
+        """At the process's end. A peer that ends first would wake the thread while the interpreter, and the libraries
+        whose thread-local state it holds, are being taken down. The sockets stay open until the process is gone."""
+
+        def end() -> None:
+            self._is_ended = True
+
+        self.call_soon(end)
+        self._thread.join(_END_TIMEOUT_S)
+
     # --- communication thread --------------------------------------------------------------------
 
     def _serve(self) -> None:
-        while True:
+        while not self._is_ended:
             for key, events in self._selector.select():
                 peer = key.data
                 try:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -215,3 +217,23 @@ def test_a_rank_missing_from_an_exchange_is_named_on_every_rank() -> None:
 def test_a_long_record_is_refused() -> None:
     with pytest.raises(ValueError, match="takes 9\\d+ bytes; at most 8192"):
         exchanges(1.0)[0]({"text": "x" * 9000}, "masks")
+
+
+ENDING = """
+import atexit, socket, threading
+atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name.startswith("paddle_fm3")]))  # runs last
+from paddle_fm3.distributed import comm
+from paddle_fm3.distributed.transport import TcpTransport
+ends = socket.socketpair()
+transports = [TcpTransport(rank, {1 - rank: end}) for rank, end in enumerate(ends)]
+comm._gloo_thread()
+print(sorted(t.name for t in threading.enumerate() if t.name.startswith("paddle_fm3")))
+"""
+
+
+def test_no_communication_thread_outlives_the_interpreter() -> None:
+    """A thread that a dying peer wakes during teardown can abort the process, with all its work done."""
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=120, check=True)
+    before, after = done.stdout.splitlines()[-2:]
+    assert before == "['paddle_fm3-gloo', 'paddle_fm3-transport-0', 'paddle_fm3-transport-1']"
+    assert after == "[]"
