@@ -252,7 +252,7 @@ def _gloo_thread() -> queue.SimpleQueue[_Job | None]:
 
 
 def _end_gloo_thread(jobs: queue.SimpleQueue[_Job | None], thread: threading.Thread) -> None:
-    """Before the libraries whose thread-local state it holds are taken down. One stuck in gloo is left to the process's end."""
+    """Before the libraries whose thread-local state it holds are taken down. One stuck in gloo is left to die."""
     jobs.put(None)
     thread.join(END_TIMEOUT_S)
 
