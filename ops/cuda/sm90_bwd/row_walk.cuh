@@ -6,25 +6,20 @@
 
 namespace fm3::sm90_bwd {
 
-// Walks the visited row tiles of one key tile, 32 at a time. All lanes of a converged warp.
-// Free order: from the last row down. Under a causal rule the key tiles of a document then start at the
-// same rows and each is the last at its own diagonal; upwards, the first tile would come last at every
-// row and convert them all. Fixed order (deterministic): upwards, see prepare.cu.
+// Walks the visited row tiles of one key tile upwards, 32 at a time. All lanes of a converged warp.
 class RowWalk {
  public:
   __device__ RowWalk(const KernelArgs& args, int32_t mask_idx, int32_t k_tile_idx)
       : mask_idx_(mask_idx), k_tile_idx_(k_tile_idx) {
     const int2 chunks = __ldg(args.step_chunks + tile(args));
-    chunk_ = args.is_deterministic ? chunks.x - 1 : chunks.y;
-    end_chunk_ = args.is_deterministic ? chunks.y : chunks.x - 1;
+    chunk_ = chunks.x - 1;
+    end_chunk_ = chunks.y;
   }
 
   // Moves to the next visited row tile; false if there is none.
   __device__ bool next(const KernelArgs& args) {
     while (visible_ == 0) {
-      if (chunk_ == end_chunk_) return false;
-      chunk_ += args.is_deterministic ? 1 : -1;
-      if (chunk_ == end_chunk_) return false;
+      if (++chunk_ >= end_chunk_) return false;
       const uint2 bits = __ldg(args.step_bits + tile(args) * args.num_q_chunks + chunk_);
       visible_ = bits.x;
       partial_ = bits.y;
@@ -39,8 +34,8 @@ class RowWalk {
         }
       }
     }
-    bit_ = args.is_deterministic ? __ffs(visible_) - 1 : 31 - __clz(visible_);
-    visible_ ^= 1u << bit_;
+    bit_ = __ffs(visible_) - 1;
+    visible_ &= visible_ - 1;
     return true;
   }
   __device__ int32_t q_tile_idx() const { return chunk_ * 32 + bit_; }
