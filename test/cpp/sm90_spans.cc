@@ -53,7 +53,7 @@ int32_t spans(const MaskView* mask, int32_t list_idx, int32_t q_tile_idx, int32_
   const int32_t q_end = std::min(q_begin + num_tiles * kTileQ, mask->s_q);
   const int32_t num_hulls = (mask->s_k + kHullCols - 1) / kHullCols;
   const int32_t num_q_tiles = (mask->s_q + kTileQ - 1) / kTileQ;
-  std::vector<Span> written(mask->s_k / kTileItemCols + 2);
+  std::vector<Span> written(mask->s_k / kTileItemCols + 3);  // and the end
   SpanWriter writer(written.data(), true, item_cols(is_pair));
   const int32_t num_granules = num_hulls * (kHullCols / kGranuleCols);
   for (int32_t granule = 0; granule < num_granules; ++granule) {

@@ -93,7 +93,7 @@ FM3_HOST_DEVICE int64_t schedule_layout(const MaskView& mask, void* base, Schedu
   const int64_t lists = int64_t{mask.b} * mask.h_mask;
   const int32_t num_hulls = (mask.s_k + kHullCols - 1) / kHullCols;
   const int32_t num_q_tiles = (mask.s_q + kTileQ - 1) / kTileQ;
-  const int32_t max_spans = (mask.s_k + kTileItemCols - 1) / kTileItemCols + 1;
+  const int32_t max_spans = (mask.s_k + kTileItemCols - 1) / kTileItemCols + 2;
   char* at = static_cast<char*>(base);
   int64_t bytes = 0;
   const auto take = [&](int64_t size) {

@@ -39,6 +39,7 @@ class SpanWriter {
     if (run_begin_ >= 0) close_run(num_granules);
     if (num_items_ == 0) emit(0, 1, false);
     flush();
+    if (is_writer_) spans_[num_spans_] = Span::make(0, 0, false);  // the end, for those who read on
   }
   FM3_HOST_DEVICE int32_t num_items() const { return num_items_; }
   FM3_HOST_DEVICE int32_t num_spans() const { return num_spans_; }

@@ -40,7 +40,7 @@ class Consumer {
   __device__ __forceinline__ void run() {
     if (lane_ == 0) *revisit_head() = kNoBlock;
     run_stream();
-    revisit<T, Config::kHeadV>(args_, revisit_head());
+    revisit<Config>(args_, revisit_head());
   }
 
  private:

@@ -4,10 +4,11 @@
 // In a partial step a hidden pair has P = 0, and 0 times a NaN or infinite *value* is NaN: it would
 // pass into rows that do not see the key. A warp that finds such an output notes its block of 16 rows
 // and, when its CTA has no tile left, computes the block again over visible keys only. Finite inputs
-// cost one instruction an output element.
+// cost one instruction for two output elements; where every value that is not finite is seen, a look at
+// the partial items is all.
 #pragma once
 
-#include "config.cuh"
+#include "tile_lists.cuh"
 
 namespace fm3::sm90 {
 
@@ -62,7 +63,8 @@ __device__ __noinline__ void revisit_row(const FwdArgs& args, int32_t b_idx, int
   float acc[(kHeadV + 31) / 32];
 #pragma unroll
   for (float& value : acc) value = 0.0f;
-  for (int32_t k_begin = 0; k_begin < mask.s_k; k_begin += 32) {
+  bool is_open = true;  // until every output of the row is NaN for good
+  for (int32_t k_begin = 0; k_begin < mask.s_k && is_open; k_begin += 32) {
     const int32_t k_idx = k_begin + lane;
     bool is_visible =
         k_idx < mask.s_k && !(block_row != nullptr && block_row[k_idx / kBlockMaskTile] == 0);
@@ -72,8 +74,15 @@ __device__ __noinline__ void revisit_row(const FwdArgs& args, int32_t b_idx, int
     float score = 0.0f;
     if (is_visible) {
       const T* key = k + k_idx * args.stride_k.s;
-      for (int32_t idx = 0; idx < args.d_qk; ++idx) {
-        score = fmaf(static_cast<float>(q[idx]), static_cast<float>(key[idx]), score);
+      for (int32_t idx = 0; idx < args.d_qk; idx += 8) {  // 16 bytes, as the tensor maps demand
+        const uint4 own = *reinterpret_cast<const uint4*>(q + idx);
+        const uint4 other = *reinterpret_cast<const uint4*>(key + idx);
+        const T* own_elems = reinterpret_cast<const T*>(&own);
+        const T* other_elems = reinterpret_cast<const T*>(&other);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          score = fmaf(static_cast<float>(own_elems[e]), static_cast<float>(other_elems[e]), score);
+        }
       }
     }
     const float weight = is_visible ? expf(sign * score * args.scale - lse) : 0.0f;
@@ -89,6 +98,12 @@ __device__ __noinline__ void revisit_row(const FwdArgs& args, int32_t b_idx, int
         }
       }
     }
+    bool is_lane_open = false;
+#pragma unroll
+    for (int idx = 0; idx < (kHeadV + 31) / 32; ++idx) {
+      is_lane_open |= 32 * idx + lane < args.d_v && !isnan(acc[idx]);
+    }
+    is_open = __any_sync(kLanes, is_lane_open);
   }
   T* out = static_cast<T*>(args.out) + b_idx * args.stride_out.b + q_idx * args.stride_out.s +
            h_idx * args.stride_out.h;  // [d_v]
@@ -99,18 +114,58 @@ __device__ __noinline__ void revisit_row(const FwdArgs& args, int32_t b_idx, int
   }
 }
 
+// Whether a value that some row in [q_begin, q_end) does not see, but whose step was computed for
+// them, is not finite. If not, the outputs are what the visible values make them.
+template <class T, class Config>
+__device__ __noinline__ bool has_spoilt_value(const FwdArgs& args, int32_t b_idx, int32_t h_idx,
+                                              int32_t q_begin, int32_t q_end) {
+  const int lane = threadIdx.x % 32;
+  const MaskView& mask = args.mask;
+  const int32_t q_tile_idx = q_begin / kTileQ;
+  const int64_t list_idx = mask_list(args, b_idx, h_idx);
+  const int32_t* bounds = mask.bounds + list_idx * mask.s_k * num_bounds(mask.form);
+  const int32_t* block_row =
+      mask.block_mask == nullptr
+          ? nullptr
+          : mask.block_mask +
+                (list_idx * args.schedule.num_q_tiles + q_tile_idx) * args.schedule.num_hulls;
+  const T* v = static_cast<const T*>(args.v) + b_idx * args.stride_v.b +
+               h_idx / (args.h_q / args.h_kv) * args.stride_v.h;  // [s_k, d_v]
+  const Span* spans = tile_spans<Config>(args, {q_tile_idx, h_idx, b_idx, 0});
+  for (; spans->count() > 0; ++spans) {
+    if (spans->is_full()) continue;
+    const int32_t k_end = min(spans->k_begin() + spans->count() * Config::kItemCols, mask.s_k);
+    for (int32_t k_begin = spans->k_begin(); k_begin < k_end; k_begin += 32) {
+      const int32_t k_idx = k_begin + lane;
+      float trace = 0.0f;  // NaN if a value is not finite
+      if (k_idx < k_end && ((block_row != nullptr && block_row[k_idx / kBlockMaskTile] == 0) ||
+                            touches(hidden_rows(mask, bounds, k_idx), q_begin, q_end))) {
+        for (int32_t column = 0; column < args.d_v; ++column) {
+          trace = fmaf(static_cast<float>(v[k_idx * args.stride_v.s + column]), 0.0f, trace);
+        }
+      }
+      if (__any_sync(0xFFFFFFFF, trace != 0.0f)) return true;
+    }
+  }
+  return false;
+}
+
 // Rows without a visible key, or whose sums are not finite, keep what they have.
-template <class T, int kHeadV>
+template <class Config>
 __device__ __forceinline__ void revisit(const FwdArgs& args, const int32_t* head) {
+  using T = typename Config::T;
   __syncwarp();  // after the warp's own stores
   int32_t block_idx = *head;
   while (block_idx != kNoBlock) {
     const int32_t blocks_per_head = args.schedule.num_q_tiles * kRevisitsPerTile;
     const int32_t bh_idx = block_idx / blocks_per_head;
     const int32_t first_row = block_idx % blocks_per_head * kRevisitRows;
-    for (int32_t row = first_row; row < min(first_row + kRevisitRows, args.s_q); ++row) {
+    const int32_t end_row = min(first_row + kRevisitRows, args.s_q);
+    const bool is_spoilt =
+        has_spoilt_value<T, Config>(args, bh_idx / args.h_q, bh_idx % args.h_q, first_row, end_row);
+    for (int32_t row = first_row; is_spoilt && row < end_row; ++row) {
       if (isfinite(args.lse[int64_t{bh_idx} * args.s_q + row])) {
-        revisit_row<T, kHeadV>(args, bh_idx / args.h_q, bh_idx % args.h_q, row);
+        revisit_row<T, Config::kHeadV>(args, bh_idx / args.h_q, bh_idx % args.h_q, row);
       }
     }
     block_idx = args.revisit_next[block_idx];
