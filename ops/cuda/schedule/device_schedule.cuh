@@ -68,7 +68,7 @@ struct alignas(8) TileCost {
 struct SpanLists {
   QueryTileEntry* order;  // [b, h_mask, count], by falling cost
   TileCost* costs;        // [b, h_mask, count], by tile; scratch of the build
-  Span* spans;            // [b, h_mask, count, max_spans]
+  Span* spans;            // [b, h_mask, count, max_spans]; a count of 0 ends each list
   int32_t count;
 };
 
