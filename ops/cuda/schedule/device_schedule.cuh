@@ -36,9 +36,10 @@ struct ColumnHull {
   int32_t ut_begin_min, ut_begin_max, ut_end_min, ut_end_max;
 };
 
-// `count` items of kTileItemCols or kPairItemCols columns each, the first at column granule * kGranuleCols. A FULL item
-// shows all its columns to all rows of the query tile; others are computed with mask bits.
-// Items of one list are disjoint, ascending and cover every column that is not SKIP.
+// `count` items of kTileItemCols or kPairItemCols columns each, the first at column
+// granule * kGranuleCols. A FULL item shows all its columns to all rows of the query tile (or pair);
+// others are computed with mask bits. Items of one list are disjoint, ascending and cover every
+// column that is not SKIP.
 constexpr int32_t kSpanCountBits = 11, kSpanGranuleBits = 20;
 constexpr int32_t kMaxSpanItems = (1 << kSpanCountBits) - 1;
 constexpr int64_t kMaxKeyCols = (int64_t{1} << kSpanGranuleBits) * kGranuleCols;  // 16M
