@@ -163,9 +163,8 @@ class DeviceAttention:
         if work.num_own == 0:
             return
         if ready is not None:
-            assert self.transport is not None
-            self.transport.wait_peers(list(tickets.values()), stream)
             self._forward_call(bound.whole[slot], q, out, lse, scale, stream, ready)
+            self._tell_status(ready, stream)
         elif len(work.fwd_calls) == 1 or self._mode(work) != "steps":
             for call in work.fwd_calls:
                 self._wait_stages(work, tickets, call, stream)
@@ -185,8 +184,16 @@ class DeviceAttention:
         transport = self.transport
         if transport is None or self._mode(work) != "rows":
             return None
-        assert transport.status_word is not None
-        return ReadyRows(self._words + slot * 256, transport.status_word, self._timeout_us)
+        # One status for both slots: what a forward has written, none after it takes back.
+        return ReadyRows(self._words + slot * 256, self._words + 128, self._timeout_us)
+
+    def _tell_status(self, ready: ReadyRows, stream: int) -> None:
+        """Hands the kernel's status on to where the transport's watch sees it. The kernel does not write there itself:
+        CTAs that wait look at the status again and again, and host memory is far away."""
+        assert self.transport is not None and self.transport.status_word is not None
+        side = self._side if self._side is not None else stream
+        self._fork(stream, [side])
+        self.device.copy(self.device.copies([(self.transport.status_word, ready.status, 4)]), side)
 
     def _forward_steps(
         self, bound: BoundWork, slot: int, q: DeviceTensor, out: DeviceTensor, lse: int, scale: float, stream: int,

@@ -18,7 +18,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,6 @@ class IpcTransport(DeviceTransport):
         self._ready_stream, self._relay_stream, self._pull_stream = (device.stream_create() for _ in range(3))
         self._begin_event = device.event_create()
         self._in_events = [device.event_create() for _ in range(NUM_READY_WORDS)]
-        self._met_events = [device.event_create() for _ in range(NUM_READY_WORDS)]  # the first peer is ready
         self._buffers: dict[str, int] = {}
         self._peers: list[dict[str, int]] = [{} for _ in range(num_ranks)]  # by rank: buffer -> address here
         self._copies: dict[int, tuple[Batch, list[tuple[int, Any]]]] = {}  # by id of the batch
@@ -140,10 +139,8 @@ class IpcTransport(DeviceTransport):
             device.event_wait(self._in_event(earlier), ready_stream)
         device.write_word(ready_stream, self._base + self._page.ready_offset(self.rank, number), value)
         device.event_wait(self._begin_event, self._pull_stream)
-        for at, (peer, copies) in enumerate(self._copies_of(ticket.batch)):
+        for peer, copies in self._copies_of(ticket.batch):
             device.wait_word(self._pull_stream, self._base + self._page.ready_offset(peer, number), value)
-            if at == 0:
-                device.event_record(self._met_events[number % NUM_READY_WORDS], self._pull_stream)
             device.copy(copies, self._pull_stream)
         if word is not None:
             device.write_word(self._pull_stream, *word)
@@ -174,20 +171,6 @@ class IpcTransport(DeviceTransport):
 
     def _wait(self, ticket: Ticket, stream: int) -> None:
         self._device.event_wait(self._in_event(ticket), stream)
-
-    def _wait_peers(self, tickets: Sequence[Ticket], stream: int) -> None:
-        # A stream's wait that is not met when it is looked at is looked at again when the device changes its work, or
-        # a time slice later: 2 ms, seen on H200s while a kernel ran. So the kernel comes after the first wait of the
-        # copies, and after all words that later ones wait for.
-        receiving = [ticket for ticket in tickets if ticket.batch.recvs]
-        for ticket in receiving:
-            for peer, _ in self._copies_of(ticket.batch):
-                self._device.wait_word(
-                    stream, self._base + self._page.ready_offset(peer, ticket.number), ticket.number + 1
-                )
-        if receiving:
-            self._in_event(receiving[0])
-            self._device.event_wait(self._met_events[receiving[0].number % NUM_READY_WORDS], stream)
 
     def _wait_sent(self, ticket: Ticket, stream: int) -> None:
         for peer in ticket.batch.send_peers:

@@ -7,7 +7,6 @@ streams. Two exist: peer copies inside a node (`device_ipc`), and NCCL through P
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -139,13 +138,6 @@ class DeviceTransport:
         self._check_ticket(ticket, "wait")
         self._wait(ticket, stream)
 
-    def wait_peers(self, tickets: Sequence[Ticket], stream: int) -> None:
-        """Work enqueued on `stream` from now on begins when nothing of these batches waits for a peer any more: only
-        copies are left. For a kernel that holds the device until rows are in; only if `raises_words`."""
-        for ticket in tickets:
-            self._check_ticket(ticket, "wait_peers")
-        self._wait_peers(tickets, stream)
-
     def wait_sent(self, ticket: Ticket, stream: int) -> None:
         """Work enqueued on `stream` from now on may overwrite the sends of this batch, and of earlier ones to its
         peers."""
@@ -171,9 +163,6 @@ class DeviceTransport:
         raise NotImplementedError
 
     def _wait(self, ticket: Ticket, stream: int) -> None:
-        raise NotImplementedError
-
-    def _wait_peers(self, tickets: Sequence[Ticket], stream: int) -> None:
         raise NotImplementedError
 
     def _wait_sent(self, ticket: Ticket, stream: int) -> None:

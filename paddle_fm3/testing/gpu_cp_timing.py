@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -219,9 +219,6 @@ class NoTransfers(DeviceTransport):
             self._device.write_word(stream, *word)
 
     def _wait(self, ticket: Ticket, stream: int) -> None:
-        pass
-
-    def _wait_peers(self, tickets: Sequence[Ticket], stream: int) -> None:
         pass
 
     def _wait_sent(self, ticket: Ticket, stream: int) -> None:
