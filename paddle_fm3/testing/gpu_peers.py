@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from paddle_fm3.schedule import TileClass
@@ -242,10 +243,11 @@ def _block_mask(case: AttentionCase, visible: Callable[..., Any]) -> Any:
     its dense table, which takes 16 GiB at 128K."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    classes = torch.from_numpy(case.schedule().tile_classes()).cuda()[None, None]  # [1, 1, q tiles, k tiles]
+    # NOTE: FlexAttention reads its lists as contiguous whatever their strides say; the classes are a transposed view.
+    classes = torch.from_numpy(np.ascontiguousarray(case.schedule().tile_classes())).cuda()[None, None]
     lists: list[torch.Tensor] = []
     for tile_class in (TileClass.PARTIAL, TileClass.FULL):
         is_listed = classes == int(tile_class)
         lists.append(is_listed.sum(-1, dtype=torch.int32))
-        lists.append(torch.argsort(is_listed.int(), dim=-1, descending=True, stable=True).int())
+        lists.append(torch.argsort(is_listed.int(), dim=-1, descending=True, stable=True).int().contiguous())
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=128, mask_mod=visible, seq_lengths=(case.s_q, case.s_k))
