@@ -189,6 +189,8 @@ def test_interrupt_leaves_nothing_running(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, str(DEMO), *options, "--seq-length", "256"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        # A suite that runs in the background of a shell has interrupts ignored, and its children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     metrics = tmp_path / "runs" / "stopped" / "metrics_cp2.jsonl"
     deadline = time.monotonic() + 90

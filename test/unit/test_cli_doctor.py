@@ -103,12 +103,18 @@ def test_the_script_for_launchers_exists(capsys):
     assert Path(capsys.readouterr().out.strip()).is_file()
 
 
+SMALL_LAYOUTS = {
+    "hybrid": {"sharding_parallel_degree": 2, "expert_parallel_degree": 4},
+    "expert": {"sharding_parallel_degree": 4, "expert_parallel_degree": 2, "moe_sharding_degree": 2},
+}
+
+
 @pytest.mark.dist
-def test_ranks_of_the_118b_layout_check_collectives_and_attention_together(capsys, tmp_path):
-    """The expert topology of the shipped 118B config at 4 ranks: fleet builds its groups, attention runs in them."""
+@pytest.mark.parametrize("topology", SMALL_LAYOUTS)
+def test_ranks_of_the_118b_layout_check_collectives_and_attention_together(capsys, tmp_path, topology):
+    """The shipped 118B config at 4 ranks, in both topologies: fleet builds its groups, attention runs in them."""
     content = json.loads((config_schema.CONFIG_DIR / "moe_118b_a14b_128k_cp16.json").read_text())
-    content["layout"].update(num_gpus=4, context_parallel_degree=2, sharding_parallel_degree=4)
-    content["layout"].update(expert_parallel_degree=2, moe_sharding_degree=2)
+    content["layout"].update(topology=topology, num_gpus=4, context_parallel_degree=2, **SMALL_LAYOUTS[topology])
     path = tmp_path / "small.json"
     path.write_text(json.dumps(content))
     assert main(["doctor", "--ranks", "4", "--seconds", "0", "--device", "cpu", "--config", str(path), "--json"]) == 0
