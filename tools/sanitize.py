@@ -8,6 +8,9 @@
 
     tools/sanitize.py --control                  whether racecheck understands what the kernels synchronise with
 
+It does not where one lane arrives at an mbarrier for its warp. For racecheck build the library with
+-DCMAKE_CUDA_FLAGS=-DFM3_ALL_LANES_ARRIVE (ops/cuda/ptx.cuh), into a folder that FM3_LIB_DIR names.
+
 Needs a Hopper GPU, libfm3_sm90.so, NumPy, ml_dtypes and compute-sanitizer; no framework. Outputs are compared with
 the fp64 oracle too. The exit status is 1 if a tool found something, a result was wrong or a run did not end.
 """

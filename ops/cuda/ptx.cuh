@@ -46,6 +46,25 @@ __device__ __forceinline__ void fence_mbar_init() {
 __device__ __forceinline__ void mbar_arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_addr(barrier)) : "memory");
 }
+// How a warp arrives: one lane, once all have met (__syncwarp, or products that all waited for).
+// racecheck cannot follow an order through such a meeting (tools/racecheck_control.cu), so in a build for
+// it, -DFM3_ALL_LANES_ARRIVE, every lane arrives and barriers count as many.
+#ifdef FM3_ALL_LANES_ARRIVE
+constexpr uint32_t kWarpArrivals = 32;
+#else
+constexpr uint32_t kWarpArrivals = 1;
+#endif
+__device__ __forceinline__ bool arrives(bool is_leader) { return kWarpArrivals > 1 || is_leader; }
+// By one thread alone, at a barrier where others arrive as warps.
+__device__ __forceinline__ void mbar_arrive_as_warp(Barrier* barrier) {
+  if constexpr (kWarpArrivals == 1) {
+    mbar_arrive(barrier);
+  } else {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(smem_addr(barrier)),
+                 "r"(kWarpArrivals)
+                 : "memory");
+  }
+}
 // Arrives at the same barrier of another CTA of the cluster.
 __device__ __forceinline__ void mbar_arrive_cluster(Barrier* barrier, uint32_t cta_rank) {
   asm volatile(

@@ -210,7 +210,7 @@ template <class C>
 __device__ __forceinline__ void hand_over_dq(Smem<C>& smem) {
   ptx::fence_proxy_async();
   __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::mbar_arrive(&smem.dq_full);
+  if (ptx::arrives(threadIdx.x % 32 == 0)) ptx::mbar_arrive(&smem.dq_full);
 }
 
 template <class C>
@@ -319,7 +319,7 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
           reg_p[idx] = ptx::pack2<T>(acc_s[2 * idx], acc_s[2 * idx + 1]);
         }
         ptx::wgmma_wait<1>();  // dK of the previous step
-        if (!is_first && is_leader) {
+        if (!is_first && ptx::arrives(is_leader)) {
           ptx::mbar_arrive(&smem.q_empty[slot == 0 ? C::kQStages - 1 : slot - 1]);
         }
         ptx::wgmma_fence();
@@ -346,7 +346,7 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
           store_matrices((ds_address ^ (k_step * 32)) + ds_buffer * kDsBytes, reg_ds);
         }
         if constexpr (is_last) {
-          if (is_leader) ptx::mbar_arrive(&smem.v_empty);
+          if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.v_empty);
         } else {
           RingPos<C::kQStages> next_pos = step_pos;
           ++next_pos.count;
@@ -377,7 +377,7 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
         ptx::wgmma_commit();
         ptx::wgmma_wait<2>();  // dV and the next S; dQ and dK stay in flight
         ptx::wgmma_pin(acc_s);
-        if (is_leader) ptx::mbar_arrive(&smem.dout_empty[dout_slot]);
+        if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.dout_empty[dout_slot]);
         if constexpr (!is_last) {
           const uint32_t next = step_pos.count + 1;
           ptx::mbar_wait(&smem.dout_full[next % C::kDoutStages], next / C::kDoutStages & 1);
@@ -392,12 +392,14 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
 #pragma unroll 1
       for (int32_t step = 0; step + 1 < num_steps; ++step) run_step(step == 0, std::false_type{});
       run_step(num_steps == 1, std::true_type{});
-      if (is_leader) ptx::mbar_arrive(&smem.k_empty);
+      if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.k_empty);
       hand_over_dq(smem);
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(acc_dk);
       ptx::wgmma_pin(acc_dv);
-      if (is_leader) ptx::mbar_arrive(&smem.q_empty[(step_pos.count - 1) % C::kQStages]);
+      if (ptx::arrives(is_leader)) {
+        ptx::mbar_arrive(&smem.q_empty[(step_pos.count - 1) % C::kQStages]);
+      }
       ++num_kv;
     }
 
@@ -414,7 +416,7 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
                                    group_idx);
     // Not yet read: the thread that stored still needs `tile`, but it has passed its read.
     __syncwarp();
-    if (is_leader) ptx::mbar_arrive(&smem.tile_empty[tile_pos.slot()]);
+    if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.tile_empty[tile_pos.slot()]);
   }
   if (threadIdx.x % 128 == 0) ptx::bulk_wait<0>();
 }

@@ -104,7 +104,7 @@ __device__ __forceinline__ void run_wide_consumer(const KernelArgs& args, Smem<C
   using T = typename C::T;
   constexpr int kRows = kBlockQ / 2;  // of S and dP, for one warpgroup
   const int32_t warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  const bool is_leader = lane == 0;
+  const bool arrives = ptx::arrives(lane == 0);
   const float scale_log2 = args.softmax_scale * kLog2E;
 
   const uint32_t smem_k = ptx::smem_addr(smem.kv);
@@ -236,16 +236,16 @@ __device__ __forceinline__ void run_wide_consumer(const KernelArgs& args, Smem<C
       stage_half<C>(acc_dq, smem.dq, half);
       ptx::fence_proxy_async();
       __syncwarp();
-      if (is_leader) ptx::mbar_arrive(&smem.dq_full);
+      if (arrives) ptx::mbar_arrive(&smem.dq_full);
       ptx::wgmma_wait<1>();  // dV
-      if (is_leader) ptx::mbar_arrive(&smem.dout_empty[dout_slot]);
+      if (arrives) ptx::mbar_arrive(&smem.dout_empty[dout_slot]);
       ptx::wgmma_wait<0>();  // dK
-      if (is_leader) ptx::mbar_arrive(&smem.q_empty[slot]);
+      if (arrives) ptx::mbar_arrive(&smem.q_empty[slot]);
       ++step_pos.count;
     }
     acc_dk.pin();
     acc_dv.pin();
-    if (num_steps > 0 && is_leader) {
+    if (num_steps > 0 && arrives) {
       ptx::mbar_arrive(&smem.k_empty);
       ptx::mbar_arrive(&smem.v_empty);
     }
@@ -255,7 +255,7 @@ __device__ __forceinline__ void run_wide_consumer(const KernelArgs& args, Smem<C
     store_half<C>(acc_dk, args.softmax_scale, tile, half, args.dk, args.stride_dk, args.shape.s_k,
                   args.shape.d_qk);
     __syncwarp();
-    if (is_leader) ptx::mbar_arrive(&smem.tile_empty[tile_pos.slot()]);
+    if (arrives) ptx::mbar_arrive(&smem.tile_empty[tile_pos.slot()]);
   }
 }
 

@@ -152,7 +152,7 @@ class DqWriter {
           publish();
         }
       }
-      ptx::mbar_arrive(&smem_.tile_empty[tile_pos.slot()]);
+      ptx::mbar_arrive_as_warp(&smem_.tile_empty[tile_pos.slot()]);
       drain();  // no part of a finished tile may wait for what the next tile waits for
     }
     for (int32_t end = 0; end < 2; ++end) {  // one for each converter warp: they take turns
@@ -185,7 +185,7 @@ class DqWriter {
     ptx::bulk_commit();
     if (args_.is_deterministic) {
       ptx::bulk_wait_read<0>();
-      ptx::mbar_arrive(&smem_.dq_empty[part_idx_]);
+      ptx::mbar_arrive_as_warp(&smem_.dq_empty[part_idx_]);
       // Complete it at once: the next in turn waits for this count, whatever it is that we do next.
       ptx::bulk_wait<0>();
       const int32_t num_visits = info.visits_order & 0xFFFF;
@@ -196,7 +196,7 @@ class DqWriter {
       return;
     }
     ptx::bulk_wait_read<0>();
-    ptx::mbar_arrive(&smem_.dq_empty[part_idx_]);
+    ptx::mbar_arrive_as_warp(&smem_.dq_empty[part_idx_]);
     reserve(b_idx, sum_idx, info);
     // The part before this one has had a whole step to complete. (A completed bulk operation is
     // visible to the thread that waited for it: no proxy fence, which would cost 900 cycles here.)
@@ -250,7 +250,7 @@ __device__ __forceinline__ void run_dq_converter(const KernelArgs& args, Smem<C>
     ptx::mbar_wait(&smem.event_full[event_pos.slot()], event_pos.parity());
     const DqEvent event = smem.event[event_pos.slot()];
     __syncwarp();
-    if (is_leader) ptx::mbar_arrive(&smem.event_empty[event_pos.slot()]);
+    if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.event_empty[event_pos.slot()]);
     if (event.num_visits == 0) return;
     if (event.num_visits == 1) {
 #pragma unroll 1
@@ -258,7 +258,7 @@ __device__ __forceinline__ void run_dq_converter(const KernelArgs& args, Smem<C>
         convert_piece<C>(args, smem.dq + piece * kPieceFloats, piece, event);
       }
       __syncwarp();
-      if (is_leader) ptx::mbar_arrive(&smem.dq_empty[event.part_idx]);
+      if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.dq_empty[event.part_idx]);
       continue;
     }
     int32_t* const count = args.ring_counts + event.ring_sum_idx;

@@ -11,32 +11,33 @@ namespace fm3::sm90_bwd {
 
 template <class C>
 __device__ __forceinline__ void init_barriers(Smem<C>& smem) {
+  using ptx::kWarpArrivals;
   using ptx::mbar_init;
   for (int slot = 0; slot < 2; ++slot) {
     mbar_init(&smem.tile_full[slot], 1);
-    mbar_init(&smem.tile_empty[slot], kNumConsumerWarps + 1);
+    mbar_init(&smem.tile_empty[slot], (kNumConsumerWarps + 1) * kWarpArrivals);
   }
   for (int slot = 0; slot < C::kQStages; ++slot) {
     mbar_init(&smem.q_full[slot], 1);
-    mbar_init(&smem.q_empty[slot], kNumConsumerWarps);
+    mbar_init(&smem.q_empty[slot], kNumConsumerWarps * kWarpArrivals);
   }
   for (int slot = 0; slot < C::kDoutStages; ++slot) {
     mbar_init(&smem.dout_full[slot], 1);
-    mbar_init(&smem.dout_empty[slot], kNumConsumerWarps);
+    mbar_init(&smem.dout_empty[slot], kNumConsumerWarps * kWarpArrivals);
   }
   mbar_init(&smem.k_full, 1);
   mbar_init(&smem.v_full, 1);
-  mbar_init(&smem.k_empty, kNumConsumerWarps);
-  mbar_init(&smem.v_empty, kNumConsumerWarps);
-  mbar_init(&smem.dq_full, Sizes<C>::kDqArrivals);
-  for (int part = 0; part < C::kDqParts; ++part) mbar_init(&smem.dq_empty[part], 1);
+  mbar_init(&smem.k_empty, kNumConsumerWarps * kWarpArrivals);
+  mbar_init(&smem.v_empty, kNumConsumerWarps * kWarpArrivals);
+  mbar_init(&smem.dq_full, Sizes<C>::kDqArrivals * kWarpArrivals);
+  for (int part = 0; part < C::kDqParts; ++part) mbar_init(&smem.dq_empty[part], kWarpArrivals);
   for (int slot = 0; slot < kBackBuffers; ++slot) {
     mbar_init(&smem.dq_back_full[0][slot], 1);
     mbar_init(&smem.dq_back_full[1][slot], 1);
   }
   for (int slot = 0; slot < kNumEvents; ++slot) {
     mbar_init(&smem.event_full[slot], 1);
-    mbar_init(&smem.event_empty[slot], 1);
+    mbar_init(&smem.event_empty[slot], kWarpArrivals);
   }
   ptx::fence_mbar_init();
 }

@@ -139,7 +139,7 @@ class Consumer {
   }
   __device__ __forceinline__ void release(ptx::Barrier* barrier) {
     __syncwarp();
-    if (lane_ == 0) ptx::mbar_arrive(barrier);
+    if (ptx::arrives(lane_ == 0)) ptx::mbar_arrive(barrier);
   }
 
   __device__ __forceinline__ int32_t* revisit_head() {
@@ -149,7 +149,7 @@ class Consumer {
   // To the loaders of both CTAs in a pair, because each copies into both.
   __device__ __forceinline__ void release_kv(ptx::Barrier* barrier) {
     __syncwarp();
-    if (lane_ == 0) {
+    if (ptx::arrives(lane_ == 0)) {
       ptx::mbar_arrive(barrier);
       if constexpr (Config::kIsPair) ptx::mbar_arrive_at(ptx::smem_addr(barrier) + to_other_);
     }

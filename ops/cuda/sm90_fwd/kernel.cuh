@@ -17,7 +17,9 @@ namespace fm3::sm90 {
 
 template <class Config>
 __device__ __forceinline__ void init_barriers(typename Config::Smem& smem) {
-  constexpr int kGroupWarps = 4, kConsumerWarps = kGroupWarps * Config::kNumConsumers;
+  constexpr int kGroupWarps = 4 * ptx::kWarpArrivals;
+  constexpr int kConsumerWarps = kGroupWarps * Config::kNumConsumers;
+  constexpr int kMaskWarps = Config::kMaskWarps * ptx::kWarpArrivals;
   for (int slot = 0; slot < Config::kQSlots; ++slot) {
     ptx::mbar_init(&smem.q_full[slot], 1);
     ptx::mbar_init(&smem.q_empty[slot], kGroupWarps);
@@ -29,12 +31,12 @@ __device__ __forceinline__ void init_barriers(typename Config::Smem& smem) {
     ptx::mbar_init(&smem.v_empty[stage], kConsumerWarps * Config::kTeam);
   }
   for (int slot = 0; slot < Config::kMaskSlots; ++slot) {
-    ptx::mbar_init(&smem.mask_full[slot], Config::kMaskWarps);
+    ptx::mbar_init(&smem.mask_full[slot], kMaskWarps);
     ptx::mbar_init(&smem.mask_empty[slot], kConsumerWarps);
   }
   for (int slot = 0; slot < Config::kTileSlots; ++slot) {
     ptx::mbar_init(&smem.tile_full[slot], 1);
-    ptx::mbar_init(&smem.tile_empty[slot], Config::kMaskWarps);
+    ptx::mbar_init(&smem.tile_empty[slot], kMaskWarps);
   }
   for (int slot = 0; slot < Config::kClaimSlots; ++slot) {
     ptx::mbar_init(&smem.claim_full[slot], 1);

@@ -52,7 +52,7 @@ class MaskMaker {
       ptx::mbar_wait_warp(&smem_.tile_full[tile_pos.slot], tile_pos.parity);
       const Tile tile = smem_.tile[tile_pos.slot];
       __syncwarp();
-      if (lane_ == 0) ptx::mbar_arrive(&smem_.tile_empty[tile_pos.slot]);
+      if (ptx::arrives(lane_ == 0)) ptx::mbar_arrive(&smem_.tile_empty[tile_pos.slot]);
       tile_pos.next();
       if (tile.num_spans == 0) return;
       make_tile(tile);
@@ -111,7 +111,7 @@ class MaskMaker {
       }
     }
     __syncwarp();
-    if (lane_ == 0) ptx::mbar_arrive(&smem_.mask_full[pos_.slot]);
+    if (ptx::arrives(lane_ == 0)) ptx::mbar_arrive(&smem_.mask_full[pos_.slot]);
     pos_.next();
   }
 
