@@ -81,9 +81,9 @@ def test_a_prepared_schedule_saves_its_bytes_of_workspace(library: ctypes.CDLL) 
 
 
 def test_schedule_bytes_stay_small(library: ctypes.CDLL) -> None:
-    """One mask head of 128K tokens: a few megabytes, whatever the mask."""
+    """One mask head of 128K tokens: 5 MB, whatever the mask: 3.4 for lists of query tiles, 1.7 for lists of pairs."""
     mask = MaskView(None, None, BoundForm.NONE, 1, 1, 1, 131072, 131072)
-    assert library.fm3_sm90_schedule_bytes(ctypes.byref(mask)) < 4 << 20
+    assert library.fm3_sm90_schedule_bytes(ctypes.byref(mask)) < 21 << 18  # 5.25 MiB
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
