@@ -181,26 +181,3 @@ def visible_rows(mask: GpuMask, b_idx: int, h_mask_idx: int, q_begin: int, q_end
         tiles = mask.block_mask[b_idx, h_mask_idx].bool()
         shown &= tiles[(rows[:, 0] // 128)][:, keys[0] // 128]
     return shown
-
-
-def reference_rows(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: GpuMask,
-    b_idx: int,
-    h_idx: int,
-    q_begin: int,
-    q_end: int,
-    softmax_scale: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact-ish (fp32, no TF32) out [rows, d_v] and lse [rows] of one head's rows [q_begin, q_end)."""
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    h_kv_idx = h_idx // (q.shape[2] // k.shape[2])
-    h_mask_idx = h_idx // (q.shape[2] // mask.h_mask)
-    score = q[b_idx, q_begin:q_end, h_idx].float() @ k[b_idx, :, h_kv_idx].float().T * scale  # [rows, s_k]
-    score.masked_fill_(~visible_rows(mask, b_idx, h_mask_idx, q_begin, q_end), float("-inf"))
-    lse = torch.logsumexp(score, dim=1)
-    shift = torch.where(lse.isinf(), torch.zeros_like(lse), lse)
-    out = torch.exp(score - shift[:, None]) @ v[b_idx, :, h_kv_idx].float()
-    return out, lse

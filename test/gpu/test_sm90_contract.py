@@ -99,7 +99,9 @@ def test_one_schedule_serves_both_directions(sm90: Sm90, backend: Sm90Backward, 
 
 # Keys hidden from every row: alone inside tiles that rows do see, and so many together that whole tiles are never read.
 HIDDEN_KEYS = {"inside_tiles": [3, 130, 131, 299, 480], "whole_tiles": list(range(192, 832))}
-SPOILT_KEYS = HIDDEN_KEYS | {"whole_tiles": list(range(448, 576))}  # no visible key shares a tile of up to 256 with these
+SPOILT_KEYS = HIDDEN_KEYS | {
+    "whole_tiles": list(range(448, 576))
+}  # no visible key shares a tile of up to 256 with these
 
 
 def hidden_keys_inputs(
