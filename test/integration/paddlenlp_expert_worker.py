@@ -10,7 +10,6 @@ Saved per run: the loss, the norm that clipping saw, every gradient that this ra
 
 from __future__ import annotations
 
-import os
 import sys
 import zlib
 from pathlib import Path
@@ -187,7 +186,3 @@ def check_refusals() -> None:
 
 
 main()
-# NOTE: without the interpreter's teardown, in which a rank of a gloo launch now and then aborts on a loaded machine
-# (SIGABRT, no message) when all results are written. What main() raises still ends the process with an error.
-sys.stdout.flush()
-os._exit(0)

@@ -11,7 +11,6 @@ checkpoints to OUTPUT_DIR/paths-<model>_rank<R>.json.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 from pathlib import Path
@@ -148,7 +147,3 @@ def planning_threads() -> list[str]:
 
 
 main()
-# NOTE: without the interpreter's teardown, in which a rank of a gloo launch now and then aborts on a loaded machine
-# (SIGABRT, no message) when all results are written. What main() raises still ends the process with an error.
-sys.stdout.flush()
-os._exit(0)
