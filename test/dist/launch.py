@@ -12,6 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from paddle_fm3.testing.processes import kill_tree
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
@@ -89,6 +91,16 @@ def launch_unsupervised(
         for process in processes:
             kill_tree(process)
     return LaunchResult(exit_code, [(work_dir / f"rank{rank}.log").read_text() for rank in range(num_ranks)])
+
+
+def finished_launch(
+    worker: str, num_ranks: int, tmp_path_factory: pytest.TempPathFactory, timeout_s: float
+) -> tuple[int, Path]:
+    """One launch of a worker of this folder, which runs all cases: start-up costs more than they. Where it wrote."""
+    output_dir = tmp_path_factory.mktemp(f"{Path(worker).stem}{num_ranks}")
+    result = launch(Path(__file__).with_name(worker), [str(output_dir)], num_ranks, output_dir, timeout_s)
+    assert result.exit_code == 0, f"{num_ranks} ranks ended with {result.exit_code}\n{result.tail()}"
+    return num_ranks, output_dir
 
 
 def _environment() -> dict[str, str]:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cp_cases import CASES, CpCase
-from launch import launch
+from launch import finished_launch
 
 from paddle_fm3.testing import reference
 from paddle_fm3.testing.compare import assert_close_to_oracle
@@ -23,13 +23,7 @@ DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.f
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4])
 def finished_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
-    """One launch a rank count runs all cases; start-up costs more than the cases."""
-    num_ranks = request.param
-    output_dir = tmp_path_factory.mktemp(f"cp{num_ranks}")
-    worker = Path(__file__).with_name("cp_worker.py")
-    result = launch(worker, [str(output_dir)], num_ranks, output_dir, LAUNCH_TIMEOUT_S)
-    assert result.exit_code == 0, f"{num_ranks} ranks ended with {result.exit_code}\n{result.tail()}"
-    return num_ranks, output_dir
+    return finished_launch("cp_worker.py", request.param, tmp_path_factory, LAUNCH_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("case_idx", range(len(CASES)), ids=[case.name for case in CASES])

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from grid_checks import TOLERANCE, grid_cases
-from launch import launch
+from launch import finished_launch
 from plan_cases import CASES, NODES, PlanCase, case_indices, expected_bytes
 from test_cp_attention import DTYPES, SEQUENCE_AXIS, oracle_of
 
@@ -29,13 +29,7 @@ def oracle(case_idx: int) -> tuple:
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4, 8])
 def finished_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
-    """One launch a rank count runs all cases; start-up costs more than the cases."""
-    num_ranks = request.param
-    output_dir = tmp_path_factory.mktemp(f"plan{num_ranks}")
-    worker = Path(__file__).with_name("plan_worker.py")
-    result = launch(worker, [str(output_dir)], num_ranks, output_dir, LAUNCH_TIMEOUT_S)
-    assert result.exit_code == 0, f"{num_ranks} ranks ended with {result.exit_code}\n{result.tail()}"
-    return num_ranks, output_dir
+    return finished_launch("plan_worker.py", request.param, tmp_path_factory, LAUNCH_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("case_idx", range(len(CASES)), ids=[case.name for case in CASES])
