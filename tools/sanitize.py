@@ -45,8 +45,10 @@ HEADS = {
 }
 KERNELS = tuple(f"{head}_{dtype}" for head in HEADS for dtype in ("bf16", "fp16"))
 NO_BACKWARD = ("d96_bf16", "d96_fp16")  # the backward serves 96 by its 128 kernel
-# Partial and full steps, hidden rows, grouped queries, s_q != s_k, block_mask.
-CASES = ("documents_mixed", "causal_more_keys", "random_nc4_385x257_h4_2_hm2_d128_block_mask")
+# Partial and full steps, hidden rows, grouped queries, s_q != s_k, block_mask, warps that rescale at different steps.
+CASES = (
+    "documents_mixed", "causal_more_keys", "random_nc4_385x257_h4_2_hm2_d128_block_mask", "rows_split_by_keys",
+)  # fmt: skip
 
 
 def run_kernel(kernel: str, direction: str, case_names: tuple[str, ...]) -> None:

@@ -145,6 +145,7 @@ def _kind_cases() -> list[AttentionCase]:
 def _all_cases() -> list[AttentionCase]:
     ramp = np.arange(200)
     island = 150 + 150 * (ramp % 7)
+    later = np.arange(500) >= 330
     cases = [
         # sizes: one, below, at and just above a tile; s_q != s_k both ways; several d, d_v != d_qk, odd d
         _case("single", _no_indices(False), s_q=1, d=8),
@@ -198,6 +199,9 @@ def _all_cases() -> list[AttentionCase]:
         # eight runs a key tile: summaries keep four, so wholly hidden (clear) tiles come as PARTIAL
         _case("many_hidden_runs", _columns("nc2", island + 10, island, s_k=200), s_q=1210, s_k=200),
         _case("many_clear_runs", _columns("nc4", island, island + 10, 0, 0, s_k=200), s_q=1210, s_k=200),
+        # warps of one group differ in the step in which their rows first see a key
+        _case("rows_split_by_keys", _columns("nc2", np.where(later, 128, 40), np.where(later, 40, 0), s_k=500),
+              s_q=128, s_k=500, heads=(2, 1)),
         # block_mask
         _case("block_mask_diagonal", _block_mask_on_full(300, 400, lambda q, k: q == k),
               s_q=300, s_k=400, d=128),
