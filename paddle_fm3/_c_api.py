@@ -113,6 +113,7 @@ class BwdParams(_Struct):
         ("stride_dv", Strides),
         ("workspace", ctypes.c_void_p),
         ("workspace_bytes", ctypes.c_int64),
+        ("keys_ready", ctypes.c_void_p),  # sm90: event before which k and v are not read, or None
     ]
 
 

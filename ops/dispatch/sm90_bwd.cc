@@ -246,6 +246,9 @@ int32_t run(const BwdParams& params, cudaStream_t stream) {
   in.stride_dout = params.stride_dout;
 
   cudaError_t status = prepare(args, in, stream);
+  if (status == cudaSuccess && params.keys_ready != nullptr) {
+    status = cudaStreamWaitEvent(stream, static_cast<cudaEvent_t>(params.keys_ready), 0);
+  }
   if (status == cudaSuccess) {
     status = kernel.launch(args, std::min(num_sms, args.num_work), stream);
   }

@@ -63,6 +63,8 @@ struct BwdParams {
   Strides stride_q, stride_k, stride_v, stride_out, stride_dout, stride_dq, stride_dk, stride_dv;
   void* workspace;  // *_bwd_workspace_bytes(params) bytes; may be nullptr if that is 0
   int64_t workspace_bytes;
+  void* keys_ready;  // sm90: cudaEvent_t before which k and v are not read, or nullptr; passes over
+                     // the other tensors run before it
 };
 
 }  // namespace fm3
