@@ -4,9 +4,10 @@
 A power-limited chip is slower hot than cold, and faster right after work that needs little power. So, after half a
 second of heating with the first implementation, each one's forward and then its backward run alone for a while,
 untimed until the chip is as hot as that work makes it, then timed by CUDA events between calls that are
-enqueued ahead of the device; all implementations take two turns (calls of a case that last long: one). A total
-is forward plus backward. Before that every output is compared with fp32: all rows and keys of the first and the
-last key/value head and their query heads (with grouped queries of the first one only).
+enqueued ahead of the device; all implementations take two turns (calls of a case that last long: one), the second in
+the opposite order. A total is forward plus backward. Clock and power are sampled meanwhile. Before that every output is
+compared with fp32: all rows and keys of the first and the last key/value head and their query heads (with grouped
+queries of the first one only).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from paddle_fm3.testing.bench import BenchOptions, Record, RunIdentity, TimingSt
 from paddle_fm3.testing.cases import ANCHOR_KINDS, LENGTHS, OTHER_KINDS, AttentionCase, benchmark_case, benchmark_names
 from paddle_fm3.testing.gpu_call import GpuMask, Sm90
 from paddle_fm3.testing.gpu_peers import Attention, Problem
+from paddle_fm3.testing.gpu_power import PowerLog
 from paddle_fm3.testing.gpu_reference import reference_head, relative_error
 
 IMPLS = gpu_peers.IMPLS
@@ -64,11 +66,13 @@ def run(bench: str, options: BenchOptions) -> Iterator[Record]:
             yield schedule_record(identity, benchmark_case(name), sm90_library())
         return
     matmul_tflops = measure_matmul()
-    for name in options.cases or CASES:
-        for dtype in options.dtypes or ("bfloat16",):
-            yield from run_case(
-                identity, name, dtype, options.impls or IMPLS, matmul_tflops=matmul_tflops, repeats=options.repeats
-            )
+    with PowerLog() as power:
+        for name in options.cases or CASES:
+            for dtype in options.dtypes or ("bfloat16",):
+                yield from run_case(
+                    identity, name, dtype, options.impls or IMPLS, matmul_tflops=matmul_tflops,
+                    repeats=options.repeats, power=power,
+                )  # fmt: skip
 
 
 def run_case(
@@ -80,19 +84,25 @@ def run_case(
     matmul_tflops: float,
     repeats: int | None = None,
     library: Any = None,
+    power: PowerLog | None = None,
 ) -> Iterator[Record]:
-    """Checks and times every implementation that serves the case. `library`: default `sm90_library()`."""
+    """Checks and times every implementation that serves the case.
+
+    Args:
+        library: default `sm90_library()`.
+        power: an open log; forward and backward lines then have `sm_mhz` and `watts`.
+    """
     torch.cuda.empty_cache()  # the case before may have had tensors of other sizes
     problem = Problem.of(benchmark_case(name), dtype)
     attentions, errors = make_and_check(problem, impls, library or sm90_library())
-    times = time_in_turns(attentions, repeats)
+    times, draws = time_in_turns(attentions, repeats, power)
     for impl, by_phase in times.items():
         is_deterministic = impl == "fm3_deterministic"
         for phase, stats in by_phase.items():
             if is_deterministic and phase == "fwd":
                 continue  # the forward is the same in both modes
             measured = {key: value for key, value in errors[impl].items() if phase == "total" or _PHASE[key] == phase}
-            extra: Record = {"errors": measured}
+            extra: Record = {"errors": measured, **draws.get((impl, phase), {})}
             if impl.startswith("fm3"):
                 extra["workspace_bytes"] = attentions[impl].workspace_bytes[phase]  # type: ignore[attr-defined]
             yield attention_record(
@@ -162,15 +172,25 @@ def heat(call: Call, seconds: float) -> float:
     return (time.perf_counter() - begin) / num_calls
 
 
-def time_in_turns(attentions: dict[str, Attention], repeats: int | None = None) -> dict[str, dict[str, TimingStats]]:
-    """impl -> phase -> milliseconds of a call. `repeats`: timed calls in a turn, by default what fits in TIMED_S."""
+def time_in_turns(
+    attentions: dict[str, Attention], repeats: int | None = None, power: PowerLog | None = None
+) -> tuple[dict[str, dict[str, TimingStats]], dict[tuple[str, str], Record]]:
+    """impl -> phase -> milliseconds of a call, and (impl, "fwd" or "bwd") -> what the chip drew meanwhile.
+
+    `repeats`: timed calls in a turn, by default what fits in TIMED_S.
+    """
     duration_s = heat(lambda: _both(next(iter(attentions.values()))), HEATING_S)
     is_long = duration_s > LONG_S
     times: dict[str, dict[str, list[float]]] = {impl: {"fwd": [], "bwd": []} for impl in attentions}
-    for _ in range(1 if is_long else TURNS):
-        for impl, attention in attentions.items():
-            times[impl]["fwd"] += time_block(attention.forward, repeats, is_long)
-            times[impl]["bwd"] += time_block(attention.backward, repeats, is_long)
+    draws: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for turn in range(1 if is_long else TURNS):
+        for impl, attention in list(attentions.items())[:: -1 if turn % 2 else 1]:
+            for phase, call in (("fwd", attention.forward), ("bwd", attention.backward)):
+                times_ms, begin_s = time_block(call, repeats, is_long)
+                times[impl][phase] += times_ms
+                draw = power and power.between(begin_s, time.perf_counter())
+                if draw:
+                    draws.setdefault((impl, phase), []).append(draw)
     stats = {
         impl: {phase: TimingStats.from_ms(times_ms) for phase, times_ms in by_phase.items()}
         for impl, by_phase in times.items()
@@ -181,23 +201,25 @@ def time_in_turns(attentions: dict[str, Attention], repeats: int | None = None) 
             fwd.ms_median + bwd.ms_median, fwd.ms_p10 + bwd.ms_p10, fwd.ms_p90 + bwd.ms_p90,
             min(fwd.repeats, bwd.repeats),
         )  # fmt: skip
-    return stats
+    means = {key: [sum(column) / len(column) for column in zip(*values, strict=True)] for key, values in draws.items()}
+    return stats, {key: {"sm_mhz": round(mhz), "watts": round(watts)} for key, (mhz, watts) in means.items()}
 
 
-def time_block(call: Call, repeats: int | None, is_long: bool) -> list[float]:
-    """Milliseconds of calls that follow each other without a gap."""
+def time_block(call: Call, repeats: int | None, is_long: bool) -> tuple[list[float], float]:
+    """Milliseconds of calls that follow each other without a gap, and when they began (perf_counter)."""
     num_calls = repeats or MIN_CALLS
     if not is_long:
         duration_s = heat(call, WARM_S)
         num_calls = repeats or min(max(MIN_CALLS, int(TIMED_S / duration_s)), MAX_CALLS)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(num_calls + 1)]
+    begin_s = time.perf_counter()
     torch.cuda._sleep(_WAIT_CYCLES)
     for event in events[:-1]:
         event.record()
         call()
     events[-1].record()
     events[-1].synchronize()
-    return [begin.elapsed_time(end) for begin, end in zip(events, events[1:])]  # noqa: B905
+    return [begin.elapsed_time(end) for begin, end in zip(events, events[1:])], begin_s  # noqa: B905
 
 
 def time_call(call: Call, seconds: float, repeats: int | None) -> list[float]:
