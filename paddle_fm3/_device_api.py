@@ -9,6 +9,7 @@ from paddle_fm3._c_api import MaskView, Strides, _Struct
 
 MAX_PARTS = 48  # fm3::kMaxParts
 IPC_HANDLE_BYTES = 64  # fm3::kIpcHandleBytes
+MAX_CHECKED_OUTPUTS = 2  # fm3::kMaxCheckedOutputs
 _POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
 
@@ -71,12 +72,28 @@ class MergeParams(_Struct):
     ]
 
 
+class CheckSameParams(_Struct):
+    _fields_ = [
+        ("sizes", _INT32 * 4),
+        ("num_outputs", _INT32),
+        ("given", _POINTER),
+        ("stride_given", _INT64 * 4),
+        ("kept", _POINTER),
+        ("claim", _POINTER),
+        ("word", _POINTER),
+        ("number", ctypes.c_uint32),
+        ("outputs", _POINTER * MAX_CHECKED_OUTPUTS),
+        ("output_bytes", _INT64 * MAX_CHECKED_OUTPUTS),
+    ]
+
+
 _OUT = ctypes.POINTER(ctypes.c_void_p)
 SIGNATURES: dict[str, list[type]] = {
     "sum_parts": [ctypes.POINTER(SumPartsParams), _POINTER],
     "sum_rows": [ctypes.POINTER(SumRowsParams), _POINTER],
     "pack": [ctypes.POINTER(PackParams), _POINTER],
     "merge": [ctypes.POINTER(MergeParams), _POINTER],
+    "check_same": [ctypes.POINTER(CheckSameParams), _POINTER],
     "order_local_first": [ctypes.POINTER(MaskView), _POINTER, _INT32, _POINTER],
     "reserve_sms": [_INT32],
     "device_name": [ctypes.c_char_p, _INT64],

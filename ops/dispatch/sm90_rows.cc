@@ -39,6 +39,21 @@ std::string check_multiple_of_8(const char* name, int64_t value) {
   return std::string(name) + "=" + std::to_string(value) + "; expected a multiple of 8";
 }
 
+std::string check_outputs(const fm3::CheckSameParams& params) {
+  if (params.num_outputs < 0 || params.num_outputs > fm3::kMaxCheckedOutputs) {
+    return "num_outputs=" + std::to_string(params.num_outputs) + "; expected 0 to " +
+           std::to_string(fm3::kMaxCheckedOutputs);
+  }
+  for (int32_t idx = 0; idx < params.num_outputs; ++idx) {
+    const int64_t bytes = params.output_bytes[idx];
+    if (reinterpret_cast<uintptr_t>(params.outputs[idx]) % 16 != 0 || bytes < 0 || bytes % 4 != 0) {
+      return "output " + std::to_string(idx) + " of " + std::to_string(bytes) +
+             " bytes; expected a multiple of 4 bytes at a multiple of 16";
+    }
+  }
+  return "";
+}
+
 int32_t finish(const char* function, const std::string& error,
                cudaError_t (*launch)(const void*, cudaStream_t), const void* params, void* stream) {
   if (!error.empty()) return fail(Status::kInvalidArgument, function, error);
@@ -85,6 +100,12 @@ int32_t fm3_sm90_merge(const fm3::MergeParams* params, void* stream) {
   if (error.empty()) error = check_parts(params->num_parts, params->parts);
   return finish("fm3_sm90_merge", error, launch_erased<fm3::MergeParams, fm3::sm90::merge>, params,
                 stream);
+}
+
+int32_t fm3_sm90_check_same(const fm3::CheckSameParams* params, void* stream) {
+  std::string error = params == nullptr ? "params is nullptr" : check_outputs(*params);
+  return finish("fm3_sm90_check_same", error,
+                launch_erased<fm3::CheckSameParams, fm3::sm90::check_same>, params, stream);
 }
 
 int32_t fm3_sm90_order_local_first(const fm3::MaskView* mask, void* schedule, int32_t k_end,

@@ -119,7 +119,10 @@ def flashmask_cp_attention(
         startend_row_indices: int32 [b, h_mask, s, n] for all key columns, the same on every rank, or
             [b, h_mask, s_local, n] for this rank's columns (with collectives or a plan; a strategy plans from the
             whole mask). Values are rows of the whole sequence in both cases. None hides nothing but what `causal`
-            hides.
+            hides. On a GPU a mask is read when it is first seen, and again after a write that Paddle counts
+            (``mask[:] = ...``; `inplace_version`). After one that it does not count (`set_value`, `copy_`, DLPack, an
+            address) that call's outputs are NaN and a later call raises ValueError: the device compares, at every
+            call, the mask with what was prepared.
         causal: whether later keys are hidden as well.
         group: Paddle group, or an auto-parallel ProcessMesh with a dimension named "sep"; None finds fleet's
             context-parallel or sep group.
@@ -145,8 +148,8 @@ def flashmask_cp_attention(
 
     Raises:
         ValueError: bad arguments on any rank; ranks that disagree in shape, dtype, mask or settings; a plan of
-            another mask. On gloo the same message on every rank; it names the ranks and their values. Over NCCL the
-            comparison is made when a mask is first seen, not at every call.
+            another mask; a GPU mask refilled unseen (above). On gloo the same message on every rank; it names the
+            ranks and their values. Over NCCL the comparison is made when a mask is first seen, not at every call.
         CommError: a rank did not arrive within timeout_s.
     """
     from paddle_fm3.attention import _autocast, flashmask_attention
@@ -171,7 +174,7 @@ def flashmask_cp_attention(
 
     def describe(mask_digest: str | None = None) -> agreement.Record:
         """This rank's side of the comparison; without a digest that of the mask given, which is read for it."""
-        error = _own_error(q, k, v, startend_row_indices, strategy)
+        error = _own_error(q, k, v, startend_row_indices, block_mask, strategy)
         if error is not None:  # it goes into the record, so that no rank waits for this one
             return {"error": error[:1000]}
         settings = (softmax_scale, deterministic, reduce_dtype, keep_gathered)
@@ -278,6 +281,7 @@ def _own_error(
     k: paddle.Tensor,
     v: paddle.Tensor,
     bounds: paddle.Tensor | None,
+    block_mask: paddle.Tensor | None,
     strategy: Strategy | str,
 ) -> str | None:
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -296,4 +300,6 @@ def _own_error(
             return f"startend_row_indices.shape is {bounds.shape}; expected [b={q.shape[0]}, h_mask, s, n]"
         if bounds.dtype != paddle.int32:
             return f"startend_row_indices.dtype is {bounds.dtype}; expected int32"
+    if block_mask is not None and (len(block_mask.shape) != 4 or block_mask.dtype != paddle.int32):
+        return f"block_mask is {block_mask.shape} of {block_mask.dtype}; expected int32 with 4 axes"
     return None

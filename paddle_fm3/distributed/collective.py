@@ -11,8 +11,11 @@ import numpy as np
 import paddle
 from paddle.autograd import PyLayer
 
+from paddle_fm3 import _paddle
 from paddle_fm3.distributed import agreement
 from paddle_fm3.distributed.comm import Communicator, Pending
+from paddle_fm3.distributed.mask_guard import Kept, MaskGuard
+from paddle_fm3.distributed.paddle_device import PaddleDevice, array_of, spans_of
 from paddle_fm3.distributed.partition import LAYOUTS, Partition
 from paddle_fm3.distributed.prepared import (
     PreparedCache,
@@ -20,11 +23,13 @@ from paddle_fm3.distributed.prepared import (
     check_unwritten,
     digest_of,
     global_mask,
+    is_read_each_time,
     prepare_mask,
 )
 from paddle_fm3.distributed.shard import assemble_rows, pad_rows, rows_by_rank
 
-_cache: PreparedCache[PreparedMask] = PreparedCache()
+_cache: PreparedCache[tuple[PreparedMask, Kept | None]] = PreparedCache()
+_guards: list[MaskGuard] = []  # this process's, once it has seen a mask on a GPU
 
 
 def collective_attention(
@@ -53,20 +58,37 @@ def collective_attention(
 
     key = (communicator.group.id, causal, partition, None if bounds is not None else tuple(q.shape[:2]))
     # A block_mask is part of the mask but rarely used: such masks are prepared anew at each call.
-    prepared = None if block_mask is not None else _cache.find(bounds, key)
+    found = None if block_mask is not None else _cache.find(bounds, key)
+    prepared, kept = found or (None, None)
+    guard = None if bounds is None or block_mask is not None or is_read_each_time(bounds) else _guard()
+    if guard is not None:
+        guard.check()
     if communicator.is_gloo or prepared is None:
+        if guard is not None and kept is None:
+            kept = guard.keep(bounds.numpy())  # before the mask is read to be prepared
         record = describe(None if prepared is None else prepared.digest)
         prepared = _agree(record, communicator, bounds, block_mask, partition, prepared)
         if block_mask is None:
-            _cache.put(bounds, key, prepared)
+            for _, unused in _cache.put(bounds, key, (prepared, kept)):
+                if unused is not None and unused is not kept:
+                    _guard().discard(unused)
 
     k_global, v_global = _GatherKeysValues.apply(k, v, prepared.partition, communicator, reduce_dtype)
     again = _Regathered(k, v, prepared.partition, communicator)
     with nullcontext() if keep_gathered else again.hooks(k_global, v_global):
-        return flashmask_attention(
+        out, lse = flashmask_attention(
             q, k_global, v_global, prepared.bounds_local, causal=False, block_mask=prepared.block_mask_local,
             return_softmax_lse=True, **options,
         )  # fmt: skip
+    if guard is not None and kept is not None:
+        guard.watch(kept, (array_of(bounds),), spans_of(out, lse), _paddle.current_stream())
+    return [out, lse]
+
+
+def _guard() -> MaskGuard:
+    if not _guards:
+        _guards.append(MaskGuard(PaddleDevice()))
+    return _guards[0]
 
 
 def _agree(

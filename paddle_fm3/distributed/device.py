@@ -19,6 +19,7 @@ from paddle_fm3._c_api import BwdParams, DType, FwdParams, MaskView
 from paddle_fm3._device_api import (
     IPC_HANDLE_BYTES,
     SIGNATURES,
+    CheckSameParams,
     MergeParams,
     PackParams,
     SumPartsParams,
@@ -105,7 +106,11 @@ class Device(Protocol):
     def ipc_close(self, address: int) -> None: ...
     def stream_create(self) -> int: ...
     def stream_is_done(self, stream: int) -> bool: ...
-    def event_create(self) -> int: ...
+    def event_create(self, has_time: bool = False) -> int: ...
+    def event_elapsed_ms(self, begin: int, end: int) -> float:
+        """Between two events with time; waits for `end`."""
+        ...
+
     def event_record(self, event: int, stream: int) -> None: ...
     def event_wait(self, event: int, stream: int) -> None: ...
     def copies(self, copies: list[tuple[int, int, int]]) -> Any:
@@ -134,6 +139,7 @@ class Device(Protocol):
     def sum_rows(self, params: SumRowsParams, stream: int) -> None: ...
     def merge(self, params: MergeParams, stream: int) -> None: ...
     def pack(self, params: PackParams, stream: int) -> None: ...
+    def check_same(self, params: CheckSameParams, stream: int) -> None: ...
 
 
 class Sm90Device:
@@ -222,7 +228,6 @@ class Sm90Device:
         self._call("event_wait", event, stream)
 
     def event_elapsed_ms(self, begin: int, end: int) -> float:
-        """Between two events with time; waits for `end`."""
         ms = ctypes.c_float()
         self._call("event_elapsed", begin, end, ctypes.byref(ms))
         return ms.value
@@ -287,3 +292,6 @@ class Sm90Device:
 
     def pack(self, params: PackParams, stream: int) -> None:
         self._call("pack", ctypes.byref(params), stream)
+
+    def check_same(self, params: CheckSameParams, stream: int) -> None:
+        self._call("check_same", ctypes.byref(params), stream)

@@ -2,17 +2,18 @@
 """Attention as a CpPlan says, on GPU ranks: Paddle's tensors, stream, allocator and autograd around `DeviceAttention`.
 
 Nothing here waits for the device once a mask is known: shapes and masks are compared, planned and taken to the device
-when a mask is first seen, and every later call with it enqueues and returns.
+when a mask is first seen, and every later call with it enqueues and returns. That it is still the same mask is looked
+at on the device (`mask_guard`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary, finalize
 
-import numpy as np
 import paddle
-from numpy.typing import NDArray
 from paddle.autograd import PyLayer
 
 from paddle_fm3 import _native, _paddle, env
@@ -27,7 +28,9 @@ from paddle_fm3.distributed.device_nccl import NcclTransport
 from paddle_fm3.distributed.device_style import choose_bwd_style
 from paddle_fm3.distributed.device_transport import DeviceTransport
 from paddle_fm3.distributed.device_work import DeviceWork
-from paddle_fm3.distributed.prepared import PreparedCache
+from paddle_fm3.distributed.mask_guard import DeviceArray, Kept, MaskGuard
+from paddle_fm3.distributed.paddle_device import PaddleDevice, address_of, array_of, spans_of
+from paddle_fm3.distributed.prepared import PreparedCache, is_read_each_time
 from paddle_fm3.distributed.record_exchange import RecordExchange
 from paddle_fm3.distributed.transport import TransportError, connect, machine_name
 
@@ -35,32 +38,20 @@ Describe = Callable[[], agreement.Record]
 
 _attentions: dict[int | None, DeviceAttention] = {}  # by group id; None: a single rank
 _exchanges: dict[int, RecordExchange] = {}  # by group id
-_cache: PreparedCache[tuple[PreparedWork, Any]] = PreparedCache()
+_guards: WeakKeyDictionary[DeviceAttention, MaskGuard] = WeakKeyDictionary()
 
 
-class PaddleDevice(Sm90Device):
-    """The current GPU with memory from Paddle's allocator, so that the two do not take it from each other."""
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """A mask that was prepared. It lives in the cache and in every graph whose backward is to come."""
 
-    def __init__(self) -> None:
-        super().__init__(_native.sm90_library())
-        self._tensors: dict[int, paddle.Tensor] = {}  # by address
+    prepared: PreparedWork
+    kept: Kept  # of the mask's own tensors those on the GPU, to be compared in later calls
+    block_mask: paddle.Tensor | None  # held, so that its id stays its own
 
-    def malloc(self, num_bytes: int) -> int:
-        return self._keep(paddle.empty([max(num_bytes, 1)], "uint8"))
 
-    def free(self, address: int) -> None:
-        """NOTE: waits for the device, since other streams than Paddle's may still use the memory."""
-        paddle.device.synchronize()
-        del self._tensors[address]
-
-    def upload(self, array: NDArray[Any]) -> int:
-        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        return self._keep(paddle.to_tensor(raw if raw.size else np.zeros(1, np.uint8)))
-
-    def _keep(self, tensor: paddle.Tensor) -> int:
-        address = int(tensor.data_ptr())
-        self._tensors[address] = tensor
-        return address
+_cache: PreparedCache[_Seen] = PreparedCache()
+_unused: list[Callable[[], None]] = []  # frees what masks that nobody holds any more have on the device
 
 
 def planned_attention_on_gpu(
@@ -86,24 +77,63 @@ def planned_attention_on_gpu(
     """
     communicator = None if group is None else communicator_for(group, timeout_s)
     attention = _attention_of(communicator, timeout_s)
-    # A block_mask is held by the cache entry, so that its id stays its own.
+    guard = _guard_of(attention)
+    _guarded(attention, guard.check)
     tiles = None if block_mask is None else (id(block_mask), block_mask.inplace_version)
     shapes = tuple(tuple(x.shape) for x in (q, k, v))
     key = (None if group is None else group.id, choice, causal, reduce_dtype, str(q.dtype), shapes, tiles)
+    watched = [x for x in (bounds, block_mask) if x is not None and not is_read_each_time(x)]
     found = _cache.find(bounds, key)
     if found is None:
+        kept = guard.keep(*(x.numpy() for x in watched))  # before the mask is read for the plan
         plan, mask = planned.agree(_checked(describe(), q), communicator, bounds, block_mask, choice)
         rank_plan = plan.rank_plan(0 if communicator is None else communicator.rank, mask)
         cost = CostModel(h_q=q.shape[2], h_kv=k.shape[2], d=q.shape[3])
         work = DeviceWork.of(
             plan, rank_plan, is_wire_float32=reduce_dtype == "float32", bwd_style=choose_bwd_style(plan, cost)
         )
-        found = attention.prepare(work), block_mask
-        for evicted, _ in _cache.put(bounds, key, found):
-            attention.discard(evicted)
+        found = _Seen(attention.prepare(work), kept, block_mask)
+        _free_unused()
+        _free_with(found, attention, guard)
+        _cache.put(bounds, key, found)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     q, k, v = map(_with_dense_heads, (q, k, v))
-    return _PlannedAttention.apply(q, k, v, attention, found[0], scale, deterministic)
+    call = _Call(attention, guard, found, tuple(map(array_of, watched)), scale, deterministic)
+    return _PlannedAttention.apply(q, k, v, call)
+
+
+def _free_with(seen: _Seen, attention: DeviceAttention, guard: MaskGuard) -> None:
+    prepared, kept = seen.prepared, seen.kept
+
+    def free() -> None:
+        attention.discard(prepared)
+        guard.discard(kept)
+
+    # Only noted when `seen` goes, which is at any time and in any thread.
+    finalize(seen, _unused.append, free).atexit = False
+
+
+def _free_unused() -> None:
+    while _unused:
+        _unused.pop()()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of attention but for its tensors."""
+
+    attention: DeviceAttention
+    guard: MaskGuard
+    seen: _Seen
+    given: tuple[DeviceArray, ...]  # the tensors that `seen.kept` is of, as this call has them
+    scale: float
+    deterministic: bool
+
+
+def _guard_of(attention: DeviceAttention) -> MaskGuard:
+    if attention not in _guards:
+        _guards[attention] = MaskGuard(attention.device)
+    return _guards[attention]
 
 
 def _checked(record: agreement.Record, q: paddle.Tensor) -> agreement.Record:
@@ -151,21 +181,21 @@ def _connect(communicator: Communicator) -> DeviceTransport:
 class _PlannedAttention(PyLayer):
     @staticmethod
     def forward(
-        ctx: Any, q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor, attention: DeviceAttention,
-        prepared: PreparedWork, scale: float, deterministic: bool,
-    ) -> tuple[paddle.Tensor, paddle.Tensor]:  # fmt: skip
+        ctx: Any, q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor, call: _Call
+    ) -> tuple[paddle.Tensor, paddle.Tensor]:
         b, s_local, h_q, d_qk = q.shape
         heads = Heads(b, h_q, k.shape[2], d_qk, v.shape[3], str(q.dtype).removeprefix("paddle."))
         out = paddle.empty([b, s_local, h_q, v.shape[3]], q.dtype)  # [b, s_local, h_q, d_v]
         lse = paddle.empty([b, h_q, s_local], "float32")  # [b, h_q, s_local]
         tensors = [_device_tensor(x) for x in (q, k, v, out)]
         stream = _paddle.current_stream()
-        _guarded(attention, attention.forward, prepared, heads, *tensors, _address(lse), scale, stream)
-        ctx.attention, ctx.prepared, ctx.heads, ctx.scale, ctx.deterministic = (
-            attention, prepared, heads, scale, deterministic,
-        )  # fmt: skip
+        attention = call.attention
+        _guarded(attention, attention.forward, call.seen.prepared, heads, *tensors, address_of(lse), call.scale, stream)
+        _guarded(attention, call.guard.watch, call.seen.kept, call.given, spans_of(out, lse), stream)
+        ctx.call, ctx.heads = call, heads
         ctx.is_wanted = tuple(not x.stop_gradient for x in (q, k, v))
-        ctx.save_for_backward(q, k, v, out, lse)
+        # Detached: the outputs themselves would hold their own graph, for good if its backward never runs.
+        ctx.save_for_backward(q, k, v, out.detach(), lse.detach())
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -173,6 +203,8 @@ class _PlannedAttention(PyLayer):
     def backward(
         ctx: Any, maybe_dout: paddle.Tensor | None, maybe_dlse: paddle.Tensor | None
     ) -> tuple[paddle.Tensor | None, ...]:
+        call, attention = ctx.call, ctx.call.attention
+        _guarded(attention, call.guard.check)
         q, k, v, out, lse = ctx.saved_tensor()
         dout = _paddle.zeros_like(out) if maybe_dout is None else maybe_dout
         dout = dout if dout.dtype == q.dtype else dout.astype(q.dtype)
@@ -180,10 +212,10 @@ class _PlannedAttention(PyLayer):
         dlse = None if maybe_dlse is None else maybe_dlse.contiguous()
         grads = [paddle.empty(x.shape, x.dtype) for x in (q, k, v)]
         _guarded(
-            ctx.attention, ctx.attention.backward, ctx.prepared, ctx.heads,
-            *(_device_tensor(x) for x in (q, k, v, out)), _address(lse), _device_tensor(dout),
-            None if dlse is None else _address(dlse), *(_device_tensor(x) for x in grads), ctx.scale,
-            _paddle.current_stream(), ctx.deterministic,
+            attention, attention.backward, call.seen.prepared, ctx.heads,
+            *(_device_tensor(x) for x in (q, k, v, out)), address_of(lse), _device_tensor(dout),
+            None if dlse is None else address_of(dlse), *(_device_tensor(x) for x in grads), call.scale,
+            _paddle.current_stream(), call.deterministic,
         )  # fmt: skip
         return tuple(grad if is_wanted else None for grad, is_wanted in zip(grads, ctx.is_wanted, strict=True))
 
@@ -204,14 +236,10 @@ def _guarded(attention: DeviceAttention, action: Callable[..., None], *arguments
 def _device_tensor(x: paddle.Tensor) -> DeviceTensor:
     b, s, h, d = x.shape
     if 0 in (b, s, h, d):  # its strides mean nothing, and Paddle 2.6 invents some
-        return DeviceTensor.contiguous(_address(x), b, s, h, d)
-    return DeviceTensor(_address(x), b, s, h, d, tuple(x.strides[:3]))
+        return DeviceTensor.contiguous(address_of(x), b, s, h, d)
+    return DeviceTensor(address_of(x), b, s, h, d, tuple(x.strides[:3]))
 
 
 def _with_dense_heads(x: paddle.Tensor) -> paddle.Tensor:
     """The tensor itself if its last axis is contiguous, else a dense copy."""
     return x if x.strides[-1] == 1 or x.shape[-1] == 1 or 0 in x.shape else x.contiguous()
-
-
-def _address(x: paddle.Tensor) -> int:
-    return int(x.data_ptr() or 0)  # Paddle 2.6 has None for a tensor without elements

@@ -84,19 +84,25 @@ def check_unwritten(name: str, x: paddle.Tensor, version: int) -> None:
         )
 
 
-def state_of(tensor: paddle.Tensor) -> tuple[int, str | None]:
-    """Changes when the tensor is written to; on a GPU not for writes by ``set_value`` and ``copy_``.
+def is_read_each_time(tensor: paddle.Tensor) -> bool:
+    """Whether a mask's content is looked at in every call. On a GPU it is not: that would wait for the device."""
+    return tensor.place.is_cpu_place()
 
-    NOTE: those two leave inplace_version as it is. Reading the content of a GPU tensor would wait for the device.
+
+def state_of(tensor: paddle.Tensor) -> tuple[int, int | str]:
+    """Changes when the tensor is written to; on a GPU for the writes that Paddle counts.
+
+    NOTE: not counted by Paddle 2.6.2 and 3.3.1: set_value, copy_, get_tensor().set, and writes through an address or
+    DLPack. A GPU mask that is refilled so is noticed by `MaskGuard`.
     """
-    return tensor.inplace_version, digest_of(tensor.numpy()) if tensor.place.is_cpu_place() else None
+    content = digest_of(tensor.numpy()) if is_read_each_time(tensor) else int(tensor.data_ptr() or 0)
+    return tensor.inplace_version, content
 
 
 class PreparedCache(Generic[T]):
     """Finds what was prepared for a bounds tensor by identity, so that layers pay nothing after the first.
 
-    A tensor counts as the same only while it is alive and was not written to in place. On a GPU a write by
-    ``set_value`` or ``copy_`` goes unseen: refill a mask there with ``mask[:] = ...``, or pass a new tensor.
+    A tensor counts as the same only while it is alive and its `state_of` is the same.
     """
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ import ctypes
 import random
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paddle_fm3._c_api import BwdParams, DType, FwdParams, MaskView, Strides
-from paddle_fm3._device_api import MergeParams, PackParams, SumPartsParams, SumRowsParams
+from paddle_fm3._device_api import CheckSameParams, MergeParams, PackParams, SumPartsParams, SumRowsParams
 from paddle_fm3.testing import native_call
 
 _ALIGNMENT = 256
@@ -48,8 +48,11 @@ class FakeWorld:
         self._weights: list[float] = []  # some streams run far ahead of others
         self._recorded: list[int] = []  # by event: records enqueued
         self._done: list[set[int]] = []  # by event: those that have run; a wait means one record, as in CUDA
+        self._when: dict[int, int] = {}  # by event: num_run at its last record that has run
         self._memory: list[NDArray[np.uint8]] = []
+        self._held: set[int] = set()
         self.num_run = 0
+        self.ran: Counter[str] = Counter()  # by what it was
 
     def new_stream(self) -> int:
         with self._lock:
@@ -73,7 +76,19 @@ class FakeWorld:
         with self._lock:
             self._recorded[event - 1] += 1
             version = self._recorded[event - 1]
-            self.enqueue(stream, f"record event {event}", lambda: self._done[event - 1].add(version))
+
+            def run() -> None:
+                self._done[event - 1].add(version)
+                self._when[event] = self.num_run
+
+            self.enqueue(stream, f"record event {event}", run)
+
+    def when(self, event: int) -> int:
+        """How much had run before the event's last record; runs until it is known."""
+        while event not in self._when:
+            if not self._step():
+                raise Deadlock(f"event {event} is asked for its time and does not come")
+        return self._when[event]
 
     def wait(self, event: int, stream: int) -> None:
         with self._lock:
@@ -104,14 +119,33 @@ class FakeWorld:
             else:
                 time.sleep(1e-3)
 
+    def hold(self, *streams: int) -> None:
+        """From now on nothing on these streams runs, until `hold` is called with others or none."""
+        with self._lock:
+            self._held = {stream - 1 for stream in streams}
+
+    def run_until_stuck(self) -> None:
+        """Executes all that can run."""
+        while self._step():
+            pass
+
+    def head(self, stream: int) -> str:
+        """What the stream comes to next; "" if it is empty."""
+        with self._lock:
+            return self._streams[stream - 1][0].what if self._streams[stream - 1] else ""
+
     def _step(self) -> bool:
         with self._lock:
-            ready = [at for at, ops in enumerate(self._streams) if ops and ops[0].is_ready()]
+            ready = [
+                at for at, ops in enumerate(self._streams) if ops and at not in self._held and ops[0].is_ready()
+            ]
             if not ready:
                 return False
             chosen = self._random.choices(ready, [self._weights[at] for at in ready])[0]
-            self._streams[chosen].popleft().run()
+            op = self._streams[chosen].popleft()
+            op.run()
             self.num_run += 1
+            self.ran[op.what] += 1
             return True
 
     def new_memory(self, num_bytes: int) -> int:
@@ -194,8 +228,12 @@ class FakeDevice:
     def stream_is_done(self, stream: int) -> bool:
         return self.world.is_done(stream)
 
-    def event_create(self) -> int:
+    def event_create(self, has_time: bool = False) -> int:
         return self.world.new_event()
+
+    def event_elapsed_ms(self, begin: int, end: int) -> float:
+        """A millisecond for each thing that ran between the two records, on any stream."""
+        return float(self.world.when(end) - self.world.when(begin))
 
     def event_record(self, event: int, stream: int) -> None:
         self.world.record(event, stream)
@@ -244,6 +282,9 @@ class FakeDevice:
 
     def backward(self, params: BwdParams, stream: int) -> None:
         params = BwdParams.from_buffer_copy(params)
+        self.world.enqueue(stream, "backward, first passes", lambda: None)
+        if params.keys_ready is not None:
+            self.world.wait(params.keys_ready, stream)
 
         def run() -> None:
             q, k, v, out, dout = (_of(params, name) for name in ("q", "k", "v", "out", "dout"))
@@ -323,6 +364,22 @@ class FakeDevice:
             _tensor(params.to, *size, dense)[...] = _tensor(params.from_, *size, params.stride_from)
 
         self.world.enqueue(stream, "pack", run)
+
+    def check_same(self, params: CheckSameParams, stream: int) -> None:
+        params = CheckSameParams.from_buffer_copy(params)
+
+        def run() -> None:
+            sizes = tuple(params.sizes)
+            span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, params.stride_given, strict=True))
+            steps = tuple(stride * 4 for stride in params.stride_given)
+            given = np.lib.stride_tricks.as_strided(view(params.given, (span,), np.int32), sizes, steps)
+            if np.array_equal(given, view(params.kept, sizes, np.int32)):
+                return
+            ctypes.c_uint32.from_address(params.word).value = params.number
+            for at in range(params.num_outputs):
+                view(params.outputs[at] or 0, (params.output_bytes[at],), np.uint8)[...] = 0xFF
+
+        self.world.enqueue(stream, "check_same", run)
 
 
 def _reached(word: int, value: int) -> bool:

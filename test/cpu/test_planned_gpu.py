@@ -4,7 +4,10 @@ device, one rank. What runs on several GPUs is test/gpu/test_paddle_cp_gpu.py.""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +16,11 @@ import pytest
 from plan_cases import CASES, PlanCase
 
 from paddle_fm3 import _paddle
-from paddle_fm3.distributed import agreement, planned_gpu
+from paddle_fm3.distributed import agreement, collective, planned_gpu, prepared
 from paddle_fm3.distributed.device import DeviceTensor
 from paddle_fm3.distributed.device_execute import DeviceAttention
+from paddle_fm3.distributed.mask_guard import MaskGuard
+from paddle_fm3.distributed.partition import Partition
 from paddle_fm3.distributed.planned import PlanChoice
 from paddle_fm3.distributed.prepared import CACHE_ENTRIES, content_digest
 from paddle_fm3.distributed.strategy import FM3
@@ -62,6 +67,18 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> ModelAttention:
     monkeypatch.setattr(_paddle, "current_stream", lambda: stream)
     monkeypatch.setattr(planned_gpu, "_attention_of", lambda communicator, timeout_s: model)
     monkeypatch.setattr(planned_gpu, "_cache", planned_gpu.PreparedCache())
+    monkeypatch.setattr(planned_gpu, "_unused", [])
+    watch = MaskGuard.watch
+
+    def watch_and_run(self: MaskGuard, *arguments: Any) -> None:
+        """While the tensors live: CPU memory is not freed in the order of a stream."""
+        watch(self, *arguments)
+        world.run()
+
+    monkeypatch.setattr(MaskGuard, "watch", watch_and_run)
+    # Masks count as a GPU's: nobody reads them but to prepare them.
+    for module in (prepared, planned_gpu):
+        monkeypatch.setattr(module, "is_read_each_time", lambda tensor: False)
     return model
 
 
@@ -70,10 +87,16 @@ def fp16_case(case: PlanCase) -> PlanCase:
 
 
 def attend(
-    case: PlanCase, q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor, bounds: paddle.Tensor | None
+    case: PlanCase,
+    q: paddle.Tensor,
+    k: paddle.Tensor,
+    v: paddle.Tensor,
+    bounds: paddle.Tensor | None,
+    block_mask: paddle.Tensor | None = None,
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
     tiles = case.call.block_mask()
-    block_mask = None if tiles is None else paddle.to_tensor(tiles)
+    if tiles is not None and block_mask is None:
+        block_mask = paddle.to_tensor(tiles)
     causal = case.call.causal
 
     def describe() -> dict[str, Any]:
@@ -143,13 +166,119 @@ def test_a_mask_is_prepared_once_and_leaves_the_device(attention: ModelAttention
     for _ in range(3):
         attend(case, q, k, v, bounds)
     assert attention.num_prepared == 1
-    for _ in range(CACHE_ENTRIES):
+    for _ in range(CACHE_ENTRIES + 2):
         attend(case, q, k, v, bounds_of(case))  # a new tensor each: a new mask, for all that is known
-    assert attention.num_prepared == 1 + CACHE_ENTRIES and len(attention.discarded) >= 1
+    assert attention.num_prepared == 1 + CACHE_ENTRIES + 2 and len(attention.discarded) >= 1
     bounds[:] = bounds + 0
     before = attention.num_prepared
     attend(case, q, k, v, bounds)
     assert attention.num_prepared == before + 1  # written to in place
+
+
+def test_a_mask_stays_until_the_backward_that_needs_it(attention: ModelAttention) -> None:
+    """More masks than the cache holds are under way, as in the warm-up of a pipeline."""
+    case = fp16_case(SINGLE[0])
+    arrays, (q, k, v) = tensors_of(case)
+    out, _ = attend(case, q, k, v, bounds_of(case))
+    (first,) = planned_gpu._cache._entries.values()
+    work = first[1].prepared
+    del first
+    masks = [bounds_of(case) for _ in range(CACHE_ENTRIES + 3)]
+    for mask in masks[1:]:
+        attend(case, q.detach(), k.detach(), v.detach(), mask)
+    assert work not in attention.discarded
+    paddle.autograd.backward([out], [paddle.to_tensor(arrays["dout"])])
+    del out
+    gc.collect()
+    attend(case, q.detach(), k.detach(), v.detach(), masks[0])
+    assert work in attention.discarded
+
+
+def refill(mask: paddle.Tensor, values: np.ndarray) -> None:
+    """A write that Paddle does not count, as by `copy_`, DLPack or a kernel of one's own."""
+    count = mask.inplace_version
+    ctypes.memmove(mask.data_ptr(), np.ascontiguousarray(values).ctypes.data, values.nbytes)
+    assert mask.inplace_version == count
+
+
+def test_a_mask_refilled_unseen_gives_nan_and_then_an_error(attention: ModelAttention) -> None:
+    case = fp16_case(SINGLE[0])
+    arrays, (q, k, v) = tensors_of(case)
+    bounds = bounds_of(case)
+    before = bounds.numpy()
+    wanted = attend(case, q, k, v, bounds)
+    after = before.copy()
+    after[0, 0, -1, 0] += 1  # one value, the last
+    refill(bounds, after)
+    out, lse = attend(case, q, k, v, bounds)
+    assert attention.num_prepared == 1
+    assert np.isnan(out.numpy()).all() and np.isnan(lse.numpy()).all()
+    with pytest.raises(ValueError, match=r"the mask of an earlier call was written to .* outputs are NaN"):
+        attend(case, q, k, v, bounds)
+    refill(bounds, before)
+    for x, y in zip(attend(case, q, k, v, bounds), wanted, strict=True):
+        np.testing.assert_array_equal(x.numpy(), y.numpy())
+
+
+def test_backward_reports_a_refilled_mask_too(attention: ModelAttention) -> None:
+    case = fp16_case(SINGLE[0])
+    arrays, (q, k, v) = tensors_of(case)
+    bounds = bounds_of(case)
+    attend(case, q, k, v, bounds)
+    refill(bounds, bounds.numpy() + 1)
+    out, _ = attend(case, q, k, v, bounds)
+    with pytest.raises((ValueError, OSError), match="the mask of an earlier call"):  # Paddle's autograd wraps it
+        paddle.autograd.backward([out], [paddle.to_tensor(arrays["dout"])])
+
+
+def test_what_is_watched_of_a_mask(attention: ModelAttention) -> None:
+    """A block_mask as well, and bounds that are a strided view; a mask that was not written to raises nothing."""
+    case = fp16_case(next(case for case in SINGLE if case.call.block_mask() is not None))
+    _, (q, k, v) = tensors_of(case)
+    swapped = paddle.to_tensor(np.ascontiguousarray(case.call.bounds().swapaxes(1, 2)))
+    bounds, tiles = swapped.transpose([0, 2, 1, 3]), paddle.to_tensor(case.call.block_mask())
+    for _ in range(2):
+        attend(case, q, k, v, bounds, tiles)
+    attend(case, q, k, v, bounds, tiles)
+    flipped = tiles.numpy()
+    flipped.flat[-1] ^= 1
+    refill(tiles, flipped)
+    attend(case, q, k, v, bounds, tiles)
+    with pytest.raises(ValueError, match="the mask of an earlier call"):
+        attend(case, q, k, v, bounds, tiles)
+
+
+def test_without_a_plan_a_refilled_mask_is_told_as_well(
+    attention: ModelAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`collective_attention` on one rank, which has all keys; NCCL compares masks only when they are new."""
+    monkeypatch.setattr(collective, "_cache", collective.PreparedCache())
+    monkeypatch.setattr(collective, "_guards", [MaskGuard(attention.device)])
+    monkeypatch.setattr(collective, "is_read_each_time", lambda tensor: False)
+    monkeypatch.setattr(collective._GatherKeysValues, "apply", lambda k, v, *_: (k, v))
+    case, partition = fp16_case(SINGLE[0]), Partition((0, 64), (0,), 1)
+    arrays = case.call.tensors()
+    q, k, v = (paddle.to_tensor(arrays[name][:, :64]) for name in "qkv")
+    bounds = paddle.to_tensor(np.full((q.shape[0], 1, 64, 1), 64, np.int32))
+    record = {"error": None, "b": q.shape[0], "s_local": 64, "s_bounds": 64, "causal": True, "is_prepared": False}
+    record = {**dict.fromkeys(agreement.SHARED_FIELDS), **record, "mask_digest": "0" * 16}
+    communicator = SimpleNamespace(
+        group=SimpleNamespace(id=-1), is_gloo=False, rank=0, num_ranks=1, exchange=lambda record, what: [record]
+    )
+
+    def call() -> list[paddle.Tensor]:
+        return collective.collective_attention(
+            q, k, v, bounds, True, None, partition, lambda digest: record, communicator, reduce_dtype="input",
+            keep_gathered=True,
+        )  # fmt: skip
+
+    first, again = call(), call()
+    for x, y in zip(first, again, strict=True):
+        assert np.isfinite(x.numpy()).all() and np.array_equal(x.numpy(), y.numpy())
+    refill(bounds, np.full((q.shape[0], 1, 64, 1), 32, np.int32))
+    assert all(np.isnan(x.numpy()).all() for x in call())
+    with pytest.raises(ValueError, match="the mask of an earlier call"):
+        call()
 
 
 def test_float32_is_refused_by_name(attention: ModelAttention) -> None:
@@ -165,7 +294,7 @@ def test_a_rank_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     class Noting:
-        transport = None
+        transport = device = None
 
         def forward(self, *arguments: Any) -> None:
             seen.extend(x for x in arguments if isinstance(x, DeviceTensor))
@@ -173,8 +302,9 @@ def test_a_rank_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         backward = forward
 
     q, k, v = (paddle.to_tensor(np.zeros((1, 0, h, 8), np.float16), stop_gradient=False) for h in (4, 2, 2))
-    arguments = (Noting(), None, 1.0, False)
-    out, lse = planned_gpu._PlannedAttention.apply(q, k, v, *arguments)
+    guard = MaskGuard(FakeDevice(FakeWorld(0)))
+    call = planned_gpu._Call(Noting(), guard, planned_gpu._Seen(None, guard.keep(), None), (), 1.0, False)
+    out, lse = planned_gpu._PlannedAttention.apply(q, k, v, call)
     assert out.shape == [1, 0, 4, 8] and lse.shape == [1, 4, 0]
     dout, dlse = (paddle.to_tensor(np.zeros(x.shape, dtype)) for x, dtype in ((out, np.float16), (lse, np.float32)))
     paddle.autograd.backward([out, lse], [dout, dlse])

@@ -12,7 +12,7 @@ import pytest
 
 from paddle_fm3 import _c_api, _device_api
 from paddle_fm3._c_api import BwdParams, FwdParams, MaskView
-from paddle_fm3._device_api import MergeParams, PackParams, SumPartsParams, SumRowsParams
+from paddle_fm3._device_api import CheckSameParams, MergeParams, PackParams, SumPartsParams, SumRowsParams
 from paddle_fm3.distributed.device import Device, DeviceError, Sm90Device
 
 
@@ -85,6 +85,7 @@ def test_every_method_reaches_its_function(library: StubLibrary) -> None:
     device.sum_rows(SumRowsParams(), stream)
     device.merge(MergeParams(), stream)
     device.pack(PackParams(), stream)
+    device.check_same(CheckSameParams(), stream)
     device.free(4096)
     timed = Sm90Device(library)  # type: ignore[arg-type]
     timed.event_elapsed_ms(timed.event_create(has_time=True), timed.event_create(has_time=True))

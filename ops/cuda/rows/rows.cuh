@@ -12,6 +12,7 @@ cudaError_t sum_parts(const SumPartsParams& params, cudaStream_t stream);
 cudaError_t sum_rows(const SumRowsParams& params, cudaStream_t stream);
 cudaError_t pack(const PackParams& params, cudaStream_t stream);
 cudaError_t merge(const MergeParams& params, cudaStream_t stream);
+cudaError_t check_same(const CheckSameParams& params, cudaStream_t stream);
 cudaError_t order_local_first(const MaskView& mask, void* schedule, int32_t k_end,
                               cudaStream_t stream);
 

@@ -18,6 +18,7 @@ FM3_EXPORT int32_t fm3_sm90_merge(const fm3::MergeParams* params, void* stream);
 // first; in both halves the dearest stay first.
 FM3_EXPORT int32_t fm3_sm90_order_local_first(const fm3::MaskView* mask, void* schedule,
                                               int32_t k_end, void* stream);
+FM3_EXPORT int32_t fm3_sm90_check_same(const fm3::CheckSameParams* params, void* stream);
 
 // --- Room ----------------------------------------------------------------------------------------
 // Attention kernels fill the GPU and stay until they are done; a transfer that needs multiprocessors of

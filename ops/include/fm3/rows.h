@@ -12,6 +12,7 @@ namespace fm3 {
 
 constexpr int32_t kMaxParts = 48;  // one launch's partial results
 constexpr int32_t kIpcHandleBytes = 64;
+constexpr int32_t kMaxCheckedOutputs = 2;
 
 // out[i] = sum over p of parts[p][i].
 struct SumPartsParams {
@@ -60,6 +61,21 @@ struct MergeParams {
   void* out;                     // [b, s_q, h_q, d_v]
   Strides stride_out;
   float* lse;  // [b, h_q, s_q]
+};
+
+// Whether `given` still holds what was kept of it. If not, `word` becomes `number`, and the outputs,
+// which were computed with what was kept, become NaN.
+struct CheckSameParams {
+  int32_t sizes[4];
+  int32_t num_outputs;
+  const int32_t* given;
+  int64_t stride_given[4];  // elements
+  const int32_t* kept;      // contiguous
+  uint32_t* claim;          // device memory; numbers of earlier calls that found a difference
+  uint32_t* word;           // registered host memory
+  uint32_t number;          // of the call, from 1 on and rising
+  void* outputs[kMaxCheckedOutputs];  // bfloat16, float16 or float32, at multiples of 16 bytes
+  int64_t output_bytes[kMaxCheckedOutputs];  // multiples of 4
 };
 
 }  // namespace fm3
