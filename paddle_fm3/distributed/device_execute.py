@@ -72,6 +72,8 @@ class DeviceAttention:
         self._forward_mode = forward_mode
         self._side = device.stream_create() if has_side_stream else None
         self._extra = [device.stream_create() for _ in range(num_step_streams - 1)]
+        self._key_stream = device.stream_create() if has_side_stream else None
+        self._keys_event = device.event_create()
         self._fork_event = device.event_create()
         self._sizes: dict[str, int] = {}
         self._buffers: dict[str, int] = {}
@@ -163,6 +165,8 @@ class DeviceAttention:
         if work.num_own == 0:
             return
         if ready is not None:
+            assert self.transport is not None
+            self.transport.wait_ready(tickets.values(), stream)
             self._forward_call(bound.whole[slot], q, out, lse, scale, stream, ready)
             self._tell_status(ready, stream)
         elif len(work.fwd_calls) == 1 or self._mode(work) != "steps":
@@ -262,7 +266,7 @@ class DeviceAttention:
         for call_idx, params in enumerate(bound.backward[slot]):
             if params is not None:
                 on = streams[num_called % len(streams)]
-                self._wait_stages(work, tickets, work.bwd_calls[call_idx], on)
+                params.keys_ready = self._keys_ready(work, tickets, work.bwd_calls[call_idx], on)
                 for name, x in (("q", q), ("out", out), ("dout", dout), ("dq", dq)):
                     x.into(params, name, f"stride_{name}")
                 if dq_parts:
@@ -374,6 +378,18 @@ class DeviceAttention:
             if work.gather[at].stage in call.stages and ticket.batch.recvs:
                 assert self.transport is not None
                 self.transport.wait(ticket, stream)
+
+    def _keys_ready(self, work: DeviceWork, tickets: dict[int, Ticket], call: KeyRange, stream: int) -> int | None:
+        """An event for when the call's keys are in; what a backward does before it needs them goes on meanwhile."""
+        if self._key_stream is None:
+            self._wait_stages(work, tickets, call, stream)
+            return None
+        if not any(work.gather[at].stage in call.stages and tickets[at].batch.recvs for at in tickets):
+            return None
+        self._wait_stages(work, tickets, call, self._key_stream)
+        # One event serves: the backward waits for it as it is enqueued, before the next record.
+        self.device.event_record(self._keys_event, self._key_stream)
+        return self._keys_event
 
     def _wait_all_sent(self, tickets: list[Ticket], stream: int) -> None:
         peers: set[int] = set()

@@ -60,6 +60,7 @@ class IpcTransport(DeviceTransport):
         self._ready_stream, self._relay_stream, self._pull_stream = (device.stream_create() for _ in range(3))
         self._begin_event = device.event_create()
         self._in_events = [device.event_create() for _ in range(NUM_READY_WORDS)]
+        self._ready_events = [device.event_create() for _ in range(NUM_READY_WORDS)]
         self._buffers: dict[str, int] = {}
         self._peers: list[dict[str, int]] = [{} for _ in range(num_ranks)]  # by rank: buffer -> address here
         self._copies: dict[int, tuple[Batch, list[tuple[int, Any]]]] = {}  # by id of the batch
@@ -139,14 +140,23 @@ class IpcTransport(DeviceTransport):
             device.event_wait(self._in_event(earlier), ready_stream)
         device.write_word(ready_stream, self._base + self._page.ready_offset(self.rank, number), value)
         device.event_wait(self._begin_event, self._pull_stream)
-        for peer, copies in self._copies_of(ticket.batch):
-            device.wait_word(self._pull_stream, self._base + self._page.ready_offset(peer, number), value)
+        pulls = self._copies_of(ticket.batch)
+        if word is not None:  # all waits before all copies: see _wait_ready
+            for peer, _ in pulls:
+                self._wait_peer(peer, number, self._pull_stream)
+            device.event_record(self._ready_events[number % NUM_READY_WORDS], self._pull_stream)
+        for peer, copies in pulls:
+            if word is None:
+                self._wait_peer(peer, number, self._pull_stream)
             device.copy(copies, self._pull_stream)
         if word is not None:
             device.write_word(self._pull_stream, *word)
         device.write_word(self._pull_stream, self._base + self._page.pulled_offset(self.rank), value)
         device.event_record(self._in_events[number % NUM_READY_WORDS], self._pull_stream)
         self._tickets[number % NUM_READY_WORDS] = ticket
+
+    def _wait_peer(self, peer: int, number: int, stream: int) -> None:
+        self._device.wait_word(stream, self._base + self._page.ready_offset(peer, number), number + 1)
 
     def _copies_of(self, batch: Batch) -> list[tuple[int, Any]]:
         """By peer, in an order in which not all ranks begin with the same one."""
@@ -171,6 +181,15 @@ class IpcTransport(DeviceTransport):
 
     def _wait(self, ticket: Ticket, stream: int) -> None:
         self._device.event_wait(self._in_event(ticket), stream)
+
+    def _wait_ready(self, tickets: list[Ticket], stream: int) -> None:
+        """The stream that copies waits first; what it waits for later, `stream` has seen before."""
+        for at, ticket in enumerate(tickets):
+            if at == 0:
+                self._device.event_wait(self._ready_events[ticket.number % NUM_READY_WORDS], stream)
+                continue
+            for peer in sorted({piece.peer for piece in ticket.batch.recvs}):
+                self._wait_peer(peer, ticket.number, stream)
 
     def _wait_sent(self, ticket: Ticket, stream: int) -> None:
         for peer in ticket.batch.send_peers:

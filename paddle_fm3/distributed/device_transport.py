@@ -7,6 +7,7 @@ streams. Two exist: peer copies inside a node (`device_ipc`), and NCCL through P
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -144,6 +145,14 @@ class DeviceTransport:
         self._check_ticket(ticket, "wait_sent")
         self._wait_sent(ticket, stream)
 
+    def wait_ready(self, tickets: Iterable[Ticket], stream: int) -> None:
+        """Work enqueued on `stream` from now on starts once what these batches receive, posted one after another with
+        words, is ready at its senders: copies may be under way then, but nothing waits for a peer."""
+        receiving = [ticket for ticket in tickets if ticket.batch.recvs]
+        for ticket in receiving:
+            self._check_ticket(ticket, "wait_ready")
+        self._wait_ready(receiving, stream)
+
     def check(self) -> None:
         """Raises TransportError if a failure is known. Looks at host memory only."""
 
@@ -166,6 +175,9 @@ class DeviceTransport:
         raise NotImplementedError
 
     def _wait_sent(self, ticket: Ticket, stream: int) -> None:
+        raise NotImplementedError
+
+    def _wait_ready(self, tickets: list[Ticket], stream: int) -> None:
         raise NotImplementedError
 
     def _check_ticket(self, ticket: Ticket, what: str) -> None:

@@ -136,9 +136,7 @@ class FakeWorld:
 
     def _step(self) -> bool:
         with self._lock:
-            ready = [
-                at for at, ops in enumerate(self._streams) if ops and at not in self._held and ops[0].is_ready()
-            ]
+            ready = [at for at, ops in enumerate(self._streams) if ops and at not in self._held and ops[0].is_ready()]
             if not ready:
                 return False
             chosen = self._random.choices(ready, [self._weights[at] for at in ready])[0]
@@ -234,6 +232,9 @@ class FakeDevice:
     def event_elapsed_ms(self, begin: int, end: int) -> float:
         """A millisecond for each thing that ran between the two records, on any stream."""
         return float(self.world.when(end) - self.world.when(begin))
+
+    def event_destroy(self, event: int) -> None:
+        pass
 
     def event_record(self, event: int, stream: int) -> None:
         self.world.record(event, stream)

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -152,31 +154,42 @@ class LateKeys:
         self._params.ready_timeout_us = timeout_us
         self.device._call("fwd", self._params, self.stream.cuda_stream)
 
-    def time(self, repeats: int) -> dict[str, float]:
-        """Median ms of the kernel: keys all there and no words; words that are up already; keys on their way."""
-        times: dict[str, list[float]] = {"plain": [], "ready": [], "late": []}
-        word = self._words.data_ptr()
+    def time(self, repeats: int, heat_s: float = 0.5) -> dict[str, float]:
+        """Median ms of the kernel, in random order after `heat_s` of it: keys all there and no words ("plain"); words
+        that are up already ("ready"); no words while the same copies run, over the same bytes ("beside"); keys on their
+        way ("late"). And until the last copy of "late" is in ("copies")."""
+        names = ["plain", "ready", "beside", "late"]
+        times: dict[str, list[float]] = {name: [] for name in [*names, "copies"]}
+        until_s, order = time.monotonic() + heat_s, random.Random(0)
+        while time.monotonic() < until_s:
+            self._launch(None, 1)
+            self.stream.synchronize()
         for _ in range(repeats):
-            for name, found in times.items():
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                with torch.cuda.stream(self.stream):
-                    self.device.write_word(
-                        self.stream.cuda_stream, word, self._num_local if name == "late" else self.k.shape[1]
-                    )
-                    self.copy_stream.wait_stream(self.stream)
-                    torch.cuda._sleep(200_000)  # both are enqueued before either may start
-                    begin.record()
-                    if name == "late":
-                        self.copy_stream.wait_stream(self.stream)
-                        for copies, rows in self._pieces:
-                            self.device.copy(copies, self.copy_stream.cuda_stream)
-                            self.device.write_word(self.copy_stream.cuda_stream, word, rows)
-                    self._launch(None if name == "plain" else word, 2_000_000)
-                    end.record()
-                    self.stream.wait_stream(self.copy_stream)
-                end.synchronize()
-                found.append(begin.elapsed_time(end))
+            for name in order.sample(names, len(names)):
+                kernel_ms, copies_ms = self._time_once(name)
+                times[name].append(kernel_ms)
+                if name == "late":
+                    times["copies"].append(copies_ms)
         return {name: float(np.median(found)) for name, found in times.items()}
+
+    def _time_once(self, name: str) -> tuple[float, float]:
+        word, has_copies = self._words.data_ptr(), name in ("beside", "late")
+        begin, end, copied = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        with torch.cuda.stream(self.stream):
+            num_ready = self._num_local if name == "late" else self.k.shape[1]
+            self.device.write_word(self.stream.cuda_stream, word, num_ready)
+            torch.cuda._sleep(400_000)  # all is enqueued before any of it may start
+            begin.record()
+            self.copy_stream.wait_stream(self.stream)
+            for copies, rows in self._pieces if has_copies else []:
+                self.device.copy(copies, self.copy_stream.cuda_stream)
+                self.device.write_word(self.copy_stream.cuda_stream, word, rows)
+            copied.record(self.copy_stream)
+            self._launch(word if name in ("ready", "late") else None, 2_000_000)
+            end.record()
+            self.stream.wait_stream(self.copy_stream)
+        self.stream.synchronize()
+        return begin.elapsed_time(end), begin.elapsed_time(copied)
 
 
 class NoKernels(Sm90Device):
@@ -222,6 +235,9 @@ class NoTransfers(DeviceTransport):
         pass
 
     def _wait_sent(self, ticket: Ticket, stream: int) -> None:
+        pass
+
+    def _wait_ready(self, tickets: list[Ticket], stream: int) -> None:
         pass
 
     def fail(self, reason: str) -> None:

@@ -85,6 +85,22 @@ def test_a_word_is_written_after_the_bytes(pair: Pair) -> None:
     assert (view(pair.addresses[0], (1024,), np.uint8)[768:] == 1).all()
 
 
+def test_ready_means_every_batch_at_every_sender(pair: Pair) -> None:
+    word = pair.world.new_memory(4)
+    batches = [[batch(rank, name=f"rows {at}") for at in range(2)] for rank in range(2)]
+    tickets = [pair.transports[0].post(one, pair.streams[0], word=(word, 1)) for one in batches[0]]
+    pair.transports[0].wait_ready(tickets, pair.streams[0])
+    for one in batches[1]:
+        pair.world.run_until_stuck()
+        assert pair.world.head(pair.streams[0]).startswith("wait")
+        pair.transports[1].post(one, pair.streams[1])
+    pair.world.hold(pair.transports[0]._pull_stream)  # only the first copy may have been made
+    pair.world.run_until_stuck()
+    assert pair.world.head(pair.streams[0]) == ""
+    pair.world.hold()
+    pair.world.run()
+
+
 def test_registering_again_gives_larger_buffers(pair: Pair) -> None:
     for rank, transport in enumerate(pair.transports):
         transport.post(batch(rank), pair.streams[rank])
@@ -115,7 +131,8 @@ def test_wrong_pieces_are_refused(pair: Pair, piece: Piece, message: str) -> Non
 
 def test_foreign_tickets_are_refused(pair: Pair) -> None:
     ticket = pair.transports[1].post(batch(1), pair.streams[1])
-    for call in (pair.transports[0].wait, pair.transports[0].wait_sent):
+    zero = pair.transports[0]
+    for call in (zero.wait, zero.wait_sent, lambda ticket, stream: zero.wait_ready([ticket], stream)):
         with pytest.raises(TransportError, match="was not posted on this transport"):
             call(ticket, pair.streams[0])
     with pytest.raises(TransportError, match="was not posted on this transport"):

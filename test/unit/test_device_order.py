@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the GPU executor must wait for, and must not, when one rank lags behind: streams are held on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from device_support import Group, Results
+from test_device_execute import check, make_inputs
+
+from paddle_fm3.distributed.device_ipc import IpcTransport
+from paddle_fm3.distributed.plan import CpPlan
+from paddle_fm3.distributed.planner import PlanOptions, build_plan
+from paddle_fm3.distributed.strategy import Strategy
+from paddle_fm3.mask import builders
+from paddle_fm3.mask.column_mask import ColumnMask
+
+ROWS = 64  # of a rank
+SCALE = 8**-0.5
+ONE_WAY = Strategy("one_way", "contiguous")  # later ranks need keys of earlier ones
+
+
+@contextmanager
+def group_of(num_ranks: int, **options: object) -> Iterator[Group]:
+    group = Group(num_ranks, seed=1, timeout_s=20.0, **options)
+    try:
+        yield group
+    finally:
+        group.close()
+
+
+def inputs_of(mask: ColumnMask, seed: int) -> dict:
+    return make_inputs(np.random.default_rng(seed), 1, mask.s_q, 2, 1, 8, 8)
+
+
+def pull_stream(group: Group, rank: int) -> int:
+    transport = group.ranks[rank].transport
+    assert isinstance(transport, IpcTransport)
+    return transport._pull_stream
+
+
+def sees_only(reader: int, seen: int) -> tuple[ColumnMask, CpPlan]:
+    """Causal over three ranks; beyond its own keys, rank `reader` sees those of rank `seen`, and no one else any."""
+    s = 3 * ROWS
+    begin, end = np.full((1, 1, s), s, np.int32), np.full((1, 1, s), s, np.int32)
+    for rank in range(3):
+        columns = slice(rank * ROWS, (rank + 1) * ROWS)
+        begin[..., columns] = (rank + 1) * ROWS
+        if rank == seen:
+            end[..., columns] = reader * ROWS
+    mask = ColumnMask.from_bounds(np.stack([begin, end], axis=-1), is_causal=True, s_q=s)
+    plan = build_plan(mask, 3, strategy=ONE_WAY, options=PlanOptions(num_stages=1))
+    assert plan.gather[:, 2:4].tolist() == [[seen, reader]]
+    return mask, plan
+
+
+@pytest.mark.parametrize("num_step_streams", [1, 2])
+def test_sums_stay_until_the_owner_has_fetched_them(num_step_streams: int) -> None:
+    """Rank 2 owes rank 0 sums when its next step, with rank 1 alone, comes to the same memory."""
+    first, second = sees_only(2, 0), sees_only(2, 1)
+    with group_of(3, num_step_streams=num_step_streams) as group:
+        for mask, plan in (first, second):  # buffers have their size then
+            group.step(plan, mask, inputs_of(mask, 0), SCALE)
+        group.world.run()
+        cases = [(mask, inputs_of(mask, seed), plan) for seed, (mask, plan) in enumerate((first, second), 1)]
+        collects = [group.step(plan, mask, inputs, SCALE) for mask, inputs, plan in cases]
+        group.world.hold(pull_stream(group, 0))
+        group.world.run_until_stuck()
+        group.world.hold()
+        group.world.run()
+        for collect, (mask, inputs, _) in zip(collects, cases, strict=True):
+            check(collect(), inputs, mask)
+
+
+def test_a_rank_may_be_one_phase_ahead_and_not_two() -> None:
+    """Rank 0 owes rank 1 keys of its last forward: the next goes into the other key buffer, the one after waits."""
+    mask = builders.causal(2 * ROWS)
+    plan = build_plan(mask, 2, strategy=ONE_WAY, options=PlanOptions(num_stages=1))
+    with group_of(2) as group:
+        group.step(plan, mask, inputs_of(mask, 0), SCALE)
+        group.world.run()
+        group.world.hold(pull_stream(group, 1))
+        inputs = [inputs_of(mask, seed) for seed in (1, 2, 3)]
+        collects = [group.step(plan, mask, one, SCALE, has_backward=False) for one in inputs]
+        group.world.run_until_stuck()
+
+        def is_known(results: Results, rank: int) -> bool:
+            return bool(np.isfinite(results.lse[:, :, rank * ROWS : (rank + 1) * ROWS]).all())
+
+        assert [is_known(collect(), 0) for collect in collects] == [True, True, False]
+        assert not any(is_known(collect(), 1) for collect in collects)
+        group.world.hold()
+        group.world.run()
+        for collect, one in zip(collects, inputs, strict=True):
+            check(collect(), one, mask, has_backward=False)
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_an_attention_that_waits_for_rows_starts_when_peers_have_them(num_stages: int) -> None:
+    """A stream's wait for a peer is looked at rarely while a kernel runs; so no copy may wait for one then."""
+    mask = builders.causal(2 * ROWS)
+    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=num_stages))
+    with group_of(2, forward_mode="rows") as group:
+        group.step(plan, mask, inputs_of(mask, 0), SCALE)
+        group.world.run()
+        streams = [rank.stream for rank in group.ranks]
+        group.world.hold(streams[1])
+        inputs = inputs_of(mask, 1)
+        collect = group.step(plan, mask, inputs, SCALE)
+        group.world.run_until_stuck()
+        assert group.world.head(streams[0]).startswith("wait")
+        group.world.hold(pull_stream(group, 0), streams[1])
+        group.world.hold()
+        group.world.run()
+        check(collect(), inputs, mask)
+
+
+def test_a_backward_s_first_passes_do_not_wait_for_keys() -> None:
+    """They read none: the wait is handed to the backward itself."""
+    mask = builders.causal(2 * ROWS)
+    plan = build_plan(mask, 2, strategy="fm3_no_overlap", options=PlanOptions(chunk_rows=16))
+    with group_of(2) as group:
+        group.step(plan, mask, inputs_of(mask, 0), SCALE)
+        group.world.run()
+        inputs = inputs_of(mask, 1)
+        collect = group.step(plan, mask, inputs, SCALE)
+        before = group.world.ran.copy()
+        while group.world.ran["forward"] == before["forward"]:
+            assert group.world._step()
+        # One rank is behind its forward, the other one before it: no rows for a backward have moved.
+        group.world.hold(*(pull_stream(group, rank) for rank in range(2)))
+        group.world.run_until_stuck()
+        ran = group.world.ran - before
+        assert ran["backward, first passes"] >= 1 and ran["backward"] == 0
+        group.world.hold()
+        group.world.run()
+        check(collect(), inputs, mask)
