@@ -111,6 +111,7 @@ class Device(Protocol):
         """Between two events with time; waits for `end`."""
         ...
 
+    def event_destroy(self, event: int) -> None: ...
     def event_record(self, event: int, stream: int) -> None: ...
     def event_wait(self, event: int, stream: int) -> None: ...
     def copies(self, copies: list[tuple[int, int, int]]) -> Any:
@@ -220,6 +221,9 @@ class Sm90Device:
 
     def event_create(self, has_time: bool = False) -> int:
         return self._new("event_create", int(has_time))
+
+    def event_destroy(self, event: int) -> None:
+        self._call("event_destroy", event)
 
     def event_record(self, event: int, stream: int) -> None:
         self._call("event_record", event, stream)

@@ -7,7 +7,7 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +34,21 @@ class Trace:
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
+        self._sources: list[Callable[[], list[Span]]] = []
         self._lock = threading.Lock()
 
     @property
     def spans(self) -> list[Span]:
+        """All so far; waits for those that a GPU has not ended yet."""
         with self._lock:
+            for source in self._sources:
+                self._spans += source()
             return list(self._spans)
+
+    def add_source(self, source: Callable[[], list[Span]]) -> None:
+        """Asked for new spans whenever the spans are read."""
+        with self._lock:
+            self._sources.append(source)
 
     def add(self, track: str, name: str, begin_us: float) -> None:
         """A span from begin_us to now."""

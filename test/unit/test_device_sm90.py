@@ -89,8 +89,9 @@ def test_every_method_reaches_its_function(library: StubLibrary) -> None:
     device.free(4096)
     timed = Sm90Device(library)  # type: ignore[arg-type]
     timed.event_elapsed_ms(timed.event_create(has_time=True), timed.event_create(has_time=True))
+    timed.event_destroy(event)
     unused = {name.removeprefix("fm3_sm90_") for name in library.declared} - set(library.calls)
-    assert unused <= {"last_error", "event_destroy"}
+    assert unused <= {"last_error"}
 
 
 def test_a_status_becomes_the_library_s_message(library: StubLibrary) -> None:
