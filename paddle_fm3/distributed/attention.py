@@ -141,7 +141,8 @@ def flashmask_cp_attention(
         keep_gathered: False gathers K and V once more in backward: less memory between the two, more traffic. A plan
             on GPUs always does.
         timeout_s: longest wait for another rank.
-        trace: with a plan, on CPU ranks: collects what this rank did when.
+        trace: with a plan: collects what this rank did when. On GPUs events on the streams take the times, and reading
+            the trace waits for them.
 
     Returns:
         out [b, s_local, h_q, d_v], or (out, lse).
@@ -190,13 +191,11 @@ def flashmask_cp_attention(
 
     choice = None if planned is None else PlanChoice(plan, planned, topology, partition)
     if choice is not None and q.place.is_gpu_place():
-        if trace is not None:
-            raise ValueError("flashmask_cp_attention: trace is taken on CPU ranks; on GPUs use the GPU's profiler")
         from paddle_fm3.distributed.planned_gpu import planned_attention_on_gpu
 
         out, lse = planned_attention_on_gpu(
             q, k, v, startend_row_indices, block_mask, causal, choice, describe, group, softmax_scale=softmax_scale,
-            deterministic=deterministic, reduce_dtype=reduce_dtype, timeout_s=timeout_s,
+            deterministic=deterministic, reduce_dtype=reduce_dtype, timeout_s=timeout_s, trace=trace,
         )  # fmt: skip
     elif choice is not None:
         out, lse = planned_attention(

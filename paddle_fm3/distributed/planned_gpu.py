@@ -8,7 +8,8 @@ at on the device (`mask_guard`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -26,19 +27,23 @@ from paddle_fm3.distributed.device_execute import DeviceAttention
 from paddle_fm3.distributed.device_ipc import IpcTransport
 from paddle_fm3.distributed.device_nccl import NcclTransport
 from paddle_fm3.distributed.device_style import choose_bwd_style
+from paddle_fm3.distributed.device_trace import DeviceTrace
 from paddle_fm3.distributed.device_transport import DeviceTransport
 from paddle_fm3.distributed.device_work import DeviceWork
 from paddle_fm3.distributed.mask_guard import DeviceArray, Kept, MaskGuard
 from paddle_fm3.distributed.paddle_device import PaddleDevice, address_of, array_of, spans_of
-from paddle_fm3.distributed.prepared import PreparedCache, is_read_each_time
+from paddle_fm3.distributed.prepared import PreparedCache, check_unwritten, is_read_each_time
 from paddle_fm3.distributed.record_exchange import RecordExchange
-from paddle_fm3.distributed.transport import TransportError, connect, machine_name
+from paddle_fm3.distributed.trace import Trace
+from paddle_fm3.distributed.rendezvous import connect, machine_name
+from paddle_fm3.distributed.transport import TransportError
 
 Describe = Callable[[], agreement.Record]
 
 _attentions: dict[int | None, DeviceAttention] = {}  # by group id; None: a single rank
 _exchanges: dict[int, RecordExchange] = {}  # by group id
 _guards: WeakKeyDictionary[DeviceAttention, MaskGuard] = WeakKeyDictionary()
+_traces: WeakKeyDictionary[Trace, DeviceTrace] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +74,7 @@ def planned_attention_on_gpu(
     deterministic: bool,
     reduce_dtype: str,
     timeout_s: float,
+    trace: Trace | None = None,
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
     """out [b, s_local, h_q, d_v] and lse [b, h_q, s_local] of this rank's rows. See `flashmask_cp_attention`.
 
@@ -98,7 +104,8 @@ def planned_attention_on_gpu(
         _cache.put(bounds, key, found)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     q, k, v = map(_with_dense_heads, (q, k, v))
-    call = _Call(attention, guard, found, tuple(map(array_of, watched)), scale, deterministic)
+    given = tuple(map(array_of, watched))
+    call = _Call(attention, guard, found, given, scale, deterministic, _device_trace(trace, attention))
     return _PlannedAttention.apply(q, k, v, call)
 
 
@@ -128,6 +135,35 @@ class _Call:
     given: tuple[DeviceArray, ...]  # the tensors that `seen.kept` is of, as this call has them
     scale: float
     deterministic: bool
+    trace: DeviceTrace | None = None
+
+    def forward(self, *arguments: Any) -> None:
+        with self._tracing():
+            _guarded(self.attention, self.attention.forward, self.seen.prepared, *arguments)
+
+    def backward(self, *arguments: Any) -> None:
+        with self._tracing():
+            _guarded(self.attention, self.attention.backward, self.seen.prepared, *arguments)
+
+    @contextmanager
+    def _tracing(self) -> Iterator[None]:
+        traced = [x for x in (self.attention, self.attention.transport) if x is not None]
+        for x in traced:
+            x.trace = self.trace
+        try:
+            yield
+        finally:
+            for x in traced:
+                x.trace = None
+
+
+def _device_trace(trace: Trace | None, attention: DeviceAttention) -> DeviceTrace | None:
+    """All calls that share a trace share its clock."""
+    if trace is None:
+        return None
+    if trace not in _traces:
+        _traces[trace] = DeviceTrace(attention.device, trace)
+    return _traces[trace]
 
 
 def _guard_of(attention: DeviceAttention) -> MaskGuard:
@@ -189,13 +225,14 @@ class _PlannedAttention(PyLayer):
         lse = paddle.empty([b, h_q, s_local], "float32")  # [b, h_q, s_local]
         tensors = [_device_tensor(x) for x in (q, k, v, out)]
         stream = _paddle.current_stream()
-        attention = call.attention
-        _guarded(attention, attention.forward, call.seen.prepared, heads, *tensors, address_of(lse), call.scale, stream)
-        _guarded(attention, call.guard.watch, call.seen.kept, call.given, spans_of(out, lse), stream)
+        call.forward(heads, *tensors, address_of(lse), call.scale, stream)
+        _guarded(call.attention, call.guard.watch, call.seen.kept, call.given, spans_of(out, lse), stream)
         ctx.call, ctx.heads = call, heads
         ctx.is_wanted = tuple(not x.stop_gradient for x in (q, k, v))
         # Detached: the outputs themselves would hold their own graph, for good if its backward never runs.
-        ctx.save_for_backward(q, k, v, out.detach(), lse.detach())
+        saved = (q, k, v, out.detach(), lse.detach())
+        ctx.save_for_backward(*saved)
+        ctx.versions = [x.inplace_version for x in saved]
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -203,17 +240,18 @@ class _PlannedAttention(PyLayer):
     def backward(
         ctx: Any, maybe_dout: paddle.Tensor | None, maybe_dlse: paddle.Tensor | None
     ) -> tuple[paddle.Tensor | None, ...]:
-        call, attention = ctx.call, ctx.call.attention
-        _guarded(attention, call.guard.check)
-        q, k, v, out, lse = ctx.saved_tensor()
+        call: _Call = ctx.call
+        _guarded(call.attention, call.guard.check)
+        q, k, v, out, lse = saved = ctx.saved_tensor()
+        for name, x, version in zip(("q", "k", "v", "out", "lse"), saved, ctx.versions, strict=True):
+            _guarded(call.attention, check_unwritten, name, x, version)
         dout = _paddle.zeros_like(out) if maybe_dout is None else maybe_dout
         dout = dout if dout.dtype == q.dtype else dout.astype(q.dtype)
         dout = _with_dense_heads(dout)
         dlse = None if maybe_dlse is None else maybe_dlse.contiguous()
         grads = [paddle.empty(x.shape, x.dtype) for x in (q, k, v)]
-        _guarded(
-            attention, attention.backward, call.seen.prepared, ctx.heads,
-            *(_device_tensor(x) for x in (q, k, v, out)), address_of(lse), _device_tensor(dout),
+        call.backward(
+            ctx.heads, *(_device_tensor(x) for x in (q, k, v, out)), address_of(lse), _device_tensor(dout),
             None if dlse is None else address_of(dlse), *(_device_tensor(x) for x in grads), call.scale,
             _paddle.current_stream(), call.deterministic,
         )  # fmt: skip
