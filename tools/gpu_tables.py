@@ -31,8 +31,8 @@ LABELS = {
 }
 
 
-def collect(records: Iterable[Record]) -> dict[str, dict[str, Triple]]:
-    """case -> impl -> phase -> TFLOP/s, bf16, of the newest run that measured the case's fm3 and passed."""
+def newest(records: Iterable[Record]) -> list[Record]:
+    """The bf16 lines that passed, of each case those of the newest run that measured its fm3."""
     good = [
         one
         for one in records
@@ -40,10 +40,13 @@ def collect(records: Iterable[Record]) -> dict[str, dict[str, Triple]]:
     ]
     good.sort(key=lambda one: one["date"])
     run = {one["case"]: one["run"] for one in good if one["impl"] == "fm3"}
+    return [one for one in good if one["run"] == run.get(one["case"])]
+
+
+def collect(records: Iterable[Record]) -> dict[str, dict[str, Triple]]:
+    """case -> impl -> phase -> TFLOP/s of the newest lines."""
     figures: dict[str, dict[str, Triple]] = {}
-    for one in good:
-        if one["run"] != run.get(one["case"]):
-            continue
+    for one in newest(records):
         impl = one["impl"] + ("_deterministic" if one["deterministic"] and one["phase"] != "fwd" else "")
         figures.setdefault(one["case"], {}).setdefault(impl, {})[one["phase"]] = one["tflops_exact"]
     return figures
@@ -89,8 +92,14 @@ def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]
     return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows)]
 
 
-def _caption(records: Sequence[Record], text: str) -> str:
-    used = [one for one in records if one["bench"] == "attention" and one["impl"] == "fm3"]
+def _count(ratios: Sequence[float | None], bar: float) -> str:
+    """How many reach the bar, of those that are there."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    return f"{sum(ratio >= bar for ratio in known)} of {len(known)}"
+
+
+def _caption(records: Sequence[Record], cases: Sequence[str], text: str) -> str:
+    used = [one for one in newest(records) if one["impl"] == "fm3" and one["case"] in cases]
     devices, commits = (", ".join(sorted({one[key] for one in used})) for key in ("device", "commit"))
     return f"{text} {devices}; commit {commits}; {max(one['date'] for one in used)[:10]}; `{COMMAND}`."
 
@@ -119,10 +128,11 @@ def anchor_cases(records: Sequence[Record]) -> str:
     means = (
         f"Geometric means: forward {geometric_mean(forward)}, total {geometric_mean(total)} of the best peer's; "
         f"forward of the masked cases {geometric_mean(masked)} of FA3's; deterministic backward "
-        f"{geometric_mean(deterministic)} of the free one."
+        f"{geometric_mean(deterministic)} of the free one. At least the best peer's: forward in "
+        f"{_count(forward, 1)} cases, total in {_count(total, 1)}."
     )
     text = "TFLOP/s by visible pairs, forward / backward / total; bf16, head_dim 128, 32 heads, 128K tokens a case."
-    return "\n".join([*_markdown(header, rows), "", means, "", _caption(records, text)]) + "\n"
+    return "\n".join([*_markdown(header, rows), "", means, "", _caption(records, cases, text)]) + "\n"
 
 
 def other_cases(records: Sequence[Record]) -> str:
@@ -131,7 +141,7 @@ def other_cases(records: Sequence[Record]) -> str:
     cases = [case for case in ANCHORS if case in figures and ("fa3" not in ANCHORS[case] or case.endswith("_gqa4"))]
     if not cases:
         return f"Not measured yet: `{COMMAND}`.\n"
-    rows, forward, total = [], [], []
+    rows, forward, total, grouped = [], [], [], []
     for case in cases:
         ours = figures[case]["fm3"]
         upstream, fa3 = scaled(figures, case, "flashmask_v3"), scaled(figures, case, "fa3")
@@ -139,16 +149,19 @@ def other_cases(records: Sequence[Record]) -> str:
         if not case.endswith("_gqa4"):
             forward.append(ratios[0]), total.append(ratios[1])
         fa3_total = _ratio(ours, _best([fa3], "total"), "total")
+        grouped.append(fa3_total)
         rows.append([case, _cell(ours), _cell(figures[case].get("fa4")), _cell(upstream), _cell(fa3),
                      *map(_show, (*ratios, fa3_total))])  # fmt: skip
     header = ["case", "fm3", "FA4", "FlashMask v3, scaled", "FA3, scaled", "forward ÷ FlashMask v3",
               "total ÷ FlashMask v3", "total ÷ FA3"]  # fmt: skip
     means = (
         f"Geometric means over the masks with 32 key heads: forward {geometric_mean(forward)}, total "
-        f"{geometric_mean(total)} of FlashMask v3's."
+        f"{geometric_mean(total)} of FlashMask v3's; at least 1.05 times its forward in {_count(forward, 1.05)}, 1.03 "
+        f"times its total in {_count(total, 1.03)}. Grouped heads: at least 1.05 times FA3's total in "
+        f"{_count(grouped, 1.05)}."
     )
     text = "TFLOP/s by visible pairs, forward / backward / total; `_gqa4`: 32 query and 4 key/value heads."
-    return "\n".join([*_markdown(header, rows), "", means, "", _caption(records, text)]) + "\n"
+    return "\n".join([*_markdown(header, rows), "", means, "", _caption(records, cases, text)]) + "\n"
 
 
 def head_dims(records: Sequence[Record]) -> str:
@@ -163,6 +176,5 @@ def head_dims(records: Sequence[Record]) -> str:
         "TFLOP/s by visible pairs, forward / backward / total; `_gqa8`: 64 query and 8 key/value heads; "
         "`_d192v128`: d_qk 192, d_v 128."
     )
-    return (
-        "\n".join([*_markdown(["case", *(LABELS[impl] for impl in impls)], rows), "", _caption(records, text)]) + "\n"
-    )
+    table = _markdown(["case", *(LABELS[impl] for impl in impls)], rows)
+    return "\n".join([*table, "", _caption(records, cases, text)]) + "\n"

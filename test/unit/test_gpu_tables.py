@@ -61,9 +61,13 @@ def test_tables_state_ratios_to_the_best_peer_and_their_mean() -> None:
     )
     assert "| 8k_causal | 615 / 560 / 577 | 596 / 559 / 569 | – | – | 615 / 551 / 568 | 1.00 | 1.01 | – |" in table
     assert "forward 1.020, total 0.955" in table
+    assert "At least the best peer's: forward in 2 of 2 cases, total in 1 of 2." in table
     assert gpu_tables.other_cases([]).startswith("Not measured yet")
     other = gpu_tables.other_cases([*records, *lines_of("8k_qk_sparse", "fm3", 642, 535, 561.75)])
     assert "| 8k_qk_sparse | 642 / 535 / 562 | – | 535 / 535 / 535 | – | 1.20 | 1.05 | – |" in other
+    assert "1.05 times its forward in 1 of 1, 1.03 times its total in 1 of 1" in other
+    old = lines_of("8k_full", "fm3", 1, 1, 1, run="r0", date="2026-01-01", commit="old")
+    assert "commit c; 2026-01-02;" in gpu_tables.anchor_cases([*old, *records])  # of the lines shown alone
 
 
 def test_geometric_mean_says_what_is_missing() -> None:
