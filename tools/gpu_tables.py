@@ -31,22 +31,20 @@ LABELS = {
 }
 
 
-def newest(records: Iterable[Record]) -> list[Record]:
-    """The bf16 lines that passed, of each case those of the newest run that measured its fm3."""
+def newest(records: Iterable[Record], dtype: str = "bfloat16") -> list[Record]:
+    """The lines of `dtype` that passed, of each case those of the newest run that measured its fm3."""
     good = [
-        one
-        for one in records
-        if one["bench"] == "attention" and one["refcheck"] == "pass" and one["dtype"] == "bfloat16"
+        one for one in records if one["bench"] == "attention" and one["refcheck"] == "pass" and one["dtype"] == dtype
     ]
     good.sort(key=lambda one: one["date"])
     run = {one["case"]: one["run"] for one in good if one["impl"] == "fm3"}
     return [one for one in good if one["run"] == run.get(one["case"])]
 
 
-def collect(records: Iterable[Record]) -> dict[str, dict[str, Triple]]:
+def collect(records: Iterable[Record], dtype: str = "bfloat16") -> dict[str, dict[str, Triple]]:
     """case -> impl -> phase -> TFLOP/s of the newest lines."""
     figures: dict[str, dict[str, Triple]] = {}
-    for one in newest(records):
+    for one in newest(records, dtype):
         impl = one["impl"] + ("_deterministic" if one["deterministic"] and one["phase"] != "fwd" else "")
         figures.setdefault(one["case"], {}).setdefault(impl, {})[one["phase"]] = one["tflops_exact"]
     return figures
@@ -99,7 +97,8 @@ def _count(ratios: Sequence[float | None], bar: float) -> str:
 
 
 def _caption(records: Sequence[Record], cases: Sequence[str], text: str) -> str:
-    used = [one for one in newest(records) if one["impl"] == "fm3" and one["case"] in cases]
+    lines = [*newest(records), *({**one, "case": f"{one['case']}, fp16"} for one in newest(records, "float16"))]
+    used = [one for one in lines if one["impl"] == "fm3" and one["case"] in cases]
     devices, commits = (", ".join(sorted({one[key] for one in used})) for key in ("device", "commit"))
     return f"{text} {devices}; commit {commits}; {max(one['date'] for one in used)[:10]}; `{COMMAND}`."
 
@@ -165,16 +164,17 @@ def other_cases(records: Sequence[Record]) -> str:
 
 
 def head_dims(records: Sequence[Record]) -> str:
-    """Head dims and head counts without anchors, beside the peers of the same run."""
-    figures = collect(records)
-    cases = [case for case in figures if case not in ANCHORS]
-    if not cases:
+    """Head dims, head counts and fp16, which have no anchors, beside the peers of the same run."""
+    figures, half = collect(records), collect(records, "float16")
+    rows_of = {case: figures[case] for case in figures if case not in ANCHORS}
+    rows_of |= {f"{case}, fp16": half[case] for case in half}
+    if not rows_of:
         return f"Not measured yet: `{COMMAND}`.\n"
-    impls = [impl for impl in LABELS if any(impl in figures[case] for case in cases)]
-    rows = [[case, *(_cell(figures[case].get(impl)) for impl in impls)] for case in cases]
+    impls = [impl for impl in LABELS if any(impl in row for row in rows_of.values())]
+    rows = [[label, *(_cell(row.get(impl)) for impl in impls)] for label, row in rows_of.items()]
     text = (
         "TFLOP/s by visible pairs, forward / backward / total; `_gqa8`: 64 query and 8 key/value heads; "
         "`_d192v128`: d_qk 192, d_v 128."
     )
     table = _markdown(["case", *(LABELS[impl] for impl in impls)], rows)
-    return "\n".join([*table, "", _caption(records, cases, text)]) + "\n"
+    return "\n".join([*table, "", _caption(records, list(rows_of), text)]) + "\n"

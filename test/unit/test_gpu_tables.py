@@ -70,6 +70,16 @@ def test_tables_state_ratios_to_the_best_peer_and_their_mean() -> None:
     assert "commit c; 2026-01-02;" in gpu_tables.anchor_cases([*old, *records])  # of the lines shown alone
 
 
+def test_other_heads_and_fp16_have_rows_of_their_own() -> None:
+    records = [*lines_of("8k_full", "fm3", 700, 600, 630), *lines_of("8k_full_d64", "fm3", 400, 300, 330)]
+    half = {"dtype": "float16", "commit": "h"}
+    records += [*lines_of("8k_full", "fm3", 710, 610, 640, **half), *lines_of("8k_full", "fa4", 1, 2, 3, **half)]
+    table = gpu_tables.head_dims(records)
+    assert "| 8k_full_d64 | 400 / 300 / 330 | – |" in table and "8k_full |" not in table
+    assert "| 8k_full, fp16 | 710 / 610 / 640 | 1 / 2 / 3 |" in table
+    assert "commit c, h;" in table
+
+
 def test_geometric_mean_says_what_is_missing() -> None:
     assert gpu_tables.geometric_mean([2.0, 0.5]) == "1.000"
     assert gpu_tables.geometric_mean([2.0, None]) == "2.000 (of 1)"
