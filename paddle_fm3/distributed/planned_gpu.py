@@ -266,8 +266,7 @@ def _guarded(attention: DeviceAttention, action: Callable[..., None], *arguments
         raise CommError(f"context parallelism: {error}") from error
     except BaseException as error:
         if attention.transport is not None:
-            rank = attention.transport.rank
-            attention.transport.fail(f"rank {rank} stopped: {type(error).__name__}: {error}")
+            attention.transport.fail(f"{type(error).__name__}: {error}")
         raise
 
 
