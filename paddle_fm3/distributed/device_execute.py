@@ -30,6 +30,7 @@ from paddle_fm3.distributed.device_bind import (
     PreparedWork,
     needed_bytes,
 )
+from paddle_fm3.distributed.device_trace import DeviceTrace, span_of
 from paddle_fm3.distributed.device_transport import BUFFER_ALIGNMENT, DeviceTransport, Ticket
 from paddle_fm3.distributed.device_work import DeviceWork, KeyRange, SumTable
 
@@ -49,7 +50,12 @@ class DeviceAttention:
             passed on; elsewhere it means "whole".
         num_step_streams: 1 or 2; with 2 a backward step starts while the one before runs out.
         has_side_stream: False keeps all work of this class on the caller's stream.
+
+    Attributes:
+        trace: where what is enqueued from now on leaves when it ran; None for nowhere. The transport has its own.
     """
+
+    trace: DeviceTrace | None = None
 
     def __init__(
         self,
@@ -166,13 +172,15 @@ class DeviceAttention:
             return
         if ready is not None:
             assert self.transport is not None
-            self.transport.wait_ready(tickets.values(), stream)
-            self._forward_call(bound.whole[slot], q, out, lse, scale, stream, ready)
+            with span_of(self.trace, "wait", "K/V rows: until peers have them", stream):
+                self.transport.wait_ready(tickets.values(), stream)
+            self._forward_call("forward", bound.whole[slot], q, out, lse, scale, stream, ready)
             self._tell_status(ready, stream)
         elif len(work.fwd_calls) == 1 or self._mode(work) != "steps":
-            for call in work.fwd_calls:
-                self._wait_stages(work, tickets, call, stream)
-            self._forward_call(bound.whole[slot], q, out, lse, scale, stream)
+            with span_of(self.trace, "wait", "K/V rows: forward", stream):
+                for call in work.fwd_calls:
+                    self._wait_stages(work, tickets, call, stream)
+            self._forward_call("forward", bound.whole[slot], q, out, lse, scale, stream)
         else:
             with self._leaving_room(work):
                 self._forward_steps(bound, slot, q, out, lse, scale, stream, tickets)
@@ -210,18 +218,20 @@ class DeviceAttention:
         parts = self._scratch_parts("out", len(calls), out.num_elems * ELEM_BYTES)
         lses = self._scratch_parts("lse", len(calls), out.b * out.h * out.s * 4)
         for at, (call, params) in enumerate(calls):
-            self._wait_stages(work, tickets, call, stream)
+            with span_of(self.trace, "wait", f"K/V rows: forward step {at}", stream):
+                self._wait_stages(work, tickets, call, stream)
             part = DeviceTensor.contiguous(parts[at], out.b, out.s, out.h, out.d)
-            self._forward_call(params, q, part, lses[at], scale, stream)
+            self._forward_call(f"forward step {at}", params, q, part, lses[at], scale, stream)
         merge = MergeParams(
             dtype=calls[0][1].dtype, num_parts=len(calls), b=out.b, s_q=out.s, h_q=out.h, d_v=out.d, lse=lse
         )
         out.into(merge, "out", "stride_out")
         merge.parts[: len(calls)], merge.lses[: len(calls)] = parts, lses
-        self.device.merge(merge, stream)
+        with span_of(self.trace, "compute", "forward: merge of steps", stream):
+            self.device.merge(merge, stream)
 
     def _forward_call(
-        self, params: FwdParams, q: DeviceTensor, out: DeviceTensor, lse: int, scale: float, stream: int,
+        self, what: str, params: FwdParams, q: DeviceTensor, out: DeviceTensor, lse: int, scale: float, stream: int,
         ready: ReadyRows | None = None,
     ) -> None:  # fmt: skip
         q.into(params, "q", "stride_q")
@@ -230,7 +240,8 @@ class DeviceAttention:
         params.ready_rows = None if ready is None else ready.word
         if ready is not None:
             params.ready_status, params.ready_timeout_us = ready.status, ready.timeout_us
-        self.device.forward(params, stream)
+        with span_of(self.trace, "compute", what, stream):
+            self.device.forward(params, stream)
 
     # --- backward --------------------------------------------------------------------------------
 
@@ -266,14 +277,15 @@ class DeviceAttention:
         for call_idx, params in enumerate(bound.backward[slot]):
             if params is not None:
                 on = streams[num_called % len(streams)]
-                params.keys_ready = self._keys_ready(work, tickets, work.bwd_calls[call_idx], on)
+                what = f"backward step {call_idx}"
+                params.keys_ready = self._keys_ready(what, work, tickets, work.bwd_calls[call_idx], on)
                 for name, x in (("q", q), ("out", out), ("dout", dout), ("dq", dq)):
                     x.into(params, name, f"stride_{name}")
                 if dq_parts:
                     params.dq = dq_parts[num_called]
                 params.lse, params.dlse, params.softmax_scale = lse, dlse, scale
                 params.is_deterministic = int(is_deterministic)
-                with self._leaving_room(work):
+                with self._leaving_room(work), span_of(self.trace, "compute", what, on):
                     self.device.backward(params, on)
                 self._fork(on, [side])
                 num_called += 1
@@ -284,14 +296,16 @@ class DeviceAttention:
             self._fork(extra, [stream])
         if dq_parts:
             self._sum_parts(DTYPES[heads.dtype], dq_parts, dq, stream)
-        for ticket in self._reduce_tickets:
-            if ticket.batch.recvs:
-                assert self.transport is not None
-                self.transport.wait(ticket, stream)
+        with span_of(self.trace, "wait", "dK/dV sums of peers", stream):
+            for ticket in self._reduce_tickets:
+                if ticket.batch.recvs:
+                    assert self.transport is not None
+                    self.transport.wait(ticket, stream)
         if work.num_own:
-            for sums, grad in zip(bound.own_sums, (dk, dv), strict=True):
-                sums.out = grad.address
-                self.device.sum_rows(sums, stream)
+            with span_of(self.trace, "compute", "dK/dV sums of own rows", stream):
+                for sums, grad in zip(bound.own_sums, (dk, dv), strict=True):
+                    sums.out = grad.address
+                    self.device.sum_rows(sums, stream)
 
     @contextmanager
     def _leaving_room(self, work: DeviceWork) -> Iterator[None]:
@@ -309,8 +323,11 @@ class DeviceAttention:
         assert self.transport is not None
         for earlier in bound.prepared.work.reduce[at].after:
             self.transport.wait(self._reduce_tickets[earlier], side)
-        for sums in bound.wire_sums[at] or ():
-            self.device.sum_rows(sums, side)
+        wire_sums = bound.wire_sums[at] or ()
+        if wire_sums:
+            with span_of(self.trace, "compute", f"{bound.reduce[at].name}: to pass on", side):
+                for sums in wire_sums:
+                    self.device.sum_rows(sums, side)
         self._reduce_tickets.append(self.transport.post(bound.reduce[at], side))
 
     def _sum_parts(self, dtype: int, parts: list[int], out: DeviceTensor, stream: int) -> None:
@@ -318,7 +335,8 @@ class DeviceAttention:
             raise ValueError(f"DeviceAttention: {len(parts)} steps; at most {MAX_PARTS} can be added")
         params = SumPartsParams(dtype=dtype, num_parts=len(parts), num_elems=out.num_elems, out=out.address)
         params.parts[: len(parts)] = parts
-        self.device.sum_parts(params, stream)
+        with span_of(self.trace, "compute", "dQ of all steps", stream):
+            self.device.sum_parts(params, stream)
 
     # --- common ----------------------------------------------------------------------------------
 
@@ -350,9 +368,10 @@ class DeviceAttention:
         self._wait_all_sent(self._slot_tickets[slot], stream)
         self._slot_tickets[slot] = []
         if bound.prepared.work.num_own:
-            for params, own in zip(bound.pack[slot], (k, v), strict=True):
-                own.into(params, "from_", "stride_from")
-                self.device.pack(params, stream)
+            with span_of(self.trace, "compute", "own K/V rows to the key buffer", stream):
+                for params, own in zip(bound.pack[slot], (k, v), strict=True):
+                    own.into(params, "from_", "stride_from")
+                    self.device.pack(params, stream)
         return slot
 
     def _post_gather(
@@ -379,14 +398,20 @@ class DeviceAttention:
                 assert self.transport is not None
                 self.transport.wait(ticket, stream)
 
-    def _keys_ready(self, work: DeviceWork, tickets: dict[int, Ticket], call: KeyRange, stream: int) -> int | None:
+    def _keys_ready(
+        self, what: str, work: DeviceWork, tickets: dict[int, Ticket], call: KeyRange, stream: int
+    ) -> int | None:
         """An event for when the call's keys are in; what a backward does before it needs them goes on meanwhile."""
         if self._key_stream is None:
-            self._wait_stages(work, tickets, call, stream)
+            with span_of(self.trace, "wait", f"K/V rows: {what}", stream):
+                self._wait_stages(work, tickets, call, stream)
             return None
         if not any(work.gather[at].stage in call.stages and tickets[at].batch.recvs for at in tickets):
             return None
-        self._wait_stages(work, tickets, call, self._key_stream)
+        if self.trace is not None:  # so that the wait is seen to begin where the stream comes to it
+            self._fork(stream, [self._key_stream])
+        with span_of(self.trace, "wait", f"K/V rows: {what}", self._key_stream):
+            self._wait_stages(work, tickets, call, self._key_stream)
         # One event serves: the backward waits for it as it is enqueued, before the next record.
         self.device.event_record(self._keys_event, self._key_stream)
         return self._keys_event

@@ -25,6 +25,7 @@ from typing import Any
 from paddle_fm3.distributed.device import Device, DeviceError
 from paddle_fm3.distributed.device_held import end_process
 from paddle_fm3.distributed.device_page import NUM_READY_WORDS, SignalPage
+from paddle_fm3.distributed.device_trace import span_of
 from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Ticket
 from paddle_fm3.distributed.transport import TransportError
 
@@ -148,7 +149,8 @@ class IpcTransport(DeviceTransport):
         for peer, copies in pulls:
             if word is None:
                 self._wait_peer(peer, number, self._pull_stream)
-            device.copy(copies, self._pull_stream)
+            with span_of(self.trace, "receive", f"{ticket.batch.name} from rank {peer}", self._pull_stream):
+                device.copy(copies, self._pull_stream)
         if word is not None:
             device.write_word(self._pull_stream, *word)
         device.write_word(self._pull_stream, self._base + self._page.pulled_offset(self.rank), value)

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from paddle_fm3.distributed.device_trace import DeviceTrace
 from paddle_fm3.distributed.transport import TransportError
 
 BUFFER_ALIGNMENT = 256
@@ -61,11 +62,13 @@ class DeviceTransport:
         num_sms: multiprocessors that its own kernels need, which attention running beside them must leave.
         status_word: device address of a word that a kernel sets when it gives up waiting; None without.
         sent_bytes, received_bytes: payload by peer, counted when posted.
+        trace: where batches posted from now on leave when they moved; None for nowhere.
     """
 
     raises_words = False
     num_sms = 0
     status_word: int | None = None
+    trace: DeviceTrace | None = None
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
