@@ -30,6 +30,7 @@ import paddle
 from paddle_fm3 import _paddle, env
 from paddle_fm3.distributed.device import Device
 from paddle_fm3.distributed.device_held import end_process
+from paddle_fm3.distributed.device_trace import span_of
 from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Piece, Ticket
 from paddle_fm3.distributed.transport import TcpTransport, TransportError
 
@@ -81,7 +82,7 @@ class NcclTransport(DeviceTransport):
             raise TransportError(self._control.failure)
 
     def fail(self, reason: str) -> None:
-        self._control.fail(reason)
+        self._control.fail(f"rank {self.rank} of {self.num_ranks} stopped: {reason}")
 
     def _register(self, sizes: dict[str, int]) -> dict[str, int]:
         while not self._device.stream_is_done(self._stream.cuda_stream):  # it may still use the old buffers
@@ -96,7 +97,9 @@ class NcclTransport(DeviceTransport):
         self._device.event_record(self._start_event, stream)
         self._device.event_wait(self._start_event, side)
         if batch.sends or batch.recvs:
-            with _paddle.on_stream(self._stream), _paddle.grouped_p2p(self._process_group):
+            # One NCCL kernel for both directions. It is there as soon as this rank is ready, and waits for the peers.
+            span = span_of(self.trace, "receive" if batch.recvs else "send", batch.name, side)
+            with span, _paddle.on_stream(self._stream), _paddle.grouped_p2p(self._process_group):
                 for piece in batch.sends:
                     self._process_group.send_on_calc_stream(self._slice(piece), piece.peer)
                 for piece in batch.recvs:

@@ -24,6 +24,7 @@ from paddle_fm3.distributed.partition import Partition
 from paddle_fm3.distributed.planned import PlanChoice
 from paddle_fm3.distributed.prepared import CACHE_ENTRIES, content_digest
 from paddle_fm3.distributed.strategy import FM3
+from paddle_fm3.distributed.trace import TRACKS, Trace, now_us
 from paddle_fm3.testing import reference
 from paddle_fm3.testing.compare import assert_close_to_oracle
 from paddle_fm3.testing.fake_device import FakeDevice, FakeWorld
@@ -93,6 +94,7 @@ def attend(
     v: paddle.Tensor,
     bounds: paddle.Tensor | None,
     block_mask: paddle.Tensor | None = None,
+    trace: Trace | None = None,
 ) -> tuple[paddle.Tensor, paddle.Tensor]:
     tiles = case.call.block_mask()
     if tiles is not None and block_mask is None:
@@ -113,6 +115,7 @@ def attend(
     return planned_gpu.planned_attention_on_gpu(
         q, k, v, bounds, block_mask, causal, PlanChoice(case.plan(1), FM3), describe, None, softmax_scale=None,
         deterministic=True, reduce_dtype=case.call.reduce_dtype, timeout_s=5.0,
+        trace=trace,
     )  # fmt: skip
 
 
@@ -231,6 +234,32 @@ def test_backward_reports_a_refilled_mask_too(attention: ModelAttention) -> None
         paddle.autograd.backward([out], [paddle.to_tensor(arrays["dout"])])
 
 
+@pytest.mark.parametrize("at", range(5), ids=["q", "k", "v", "out", "lse"])
+def test_what_backward_needs_must_not_be_written_to(attention: ModelAttention, at: int) -> None:
+    case = fp16_case(SINGLE[0])
+    arrays, qkv = tensors_of(case)
+    out, lse = attend(case, *qkv, bounds_of(case))
+    written = (*qkv, out, lse)[at].detach()
+    written[:] = 0
+    with pytest.raises((ValueError, OSError), match=f"{'q k v out lse'.split()[at]} was written to in place"):
+        paddle.autograd.backward([out], [paddle.to_tensor(arrays["dout"])])
+
+
+def test_a_timeline_of_both_directions(attention: ModelAttention) -> None:
+    case = fp16_case(SINGLE[0])
+    arrays, (q, k, v) = tensors_of(case)
+    trace = Trace()
+    out, _ = attend(case, q, k, v, bounds_of(case), trace=trace)
+    num_forward = len(trace.spans)
+    paddle.autograd.backward([out], [paddle.to_tensor(arrays["dout"])])
+    spans = trace.spans
+    assert 0 < num_forward < len(spans)
+    assert all(span.track in TRACKS and span.begin_us < span.end_us <= now_us() + 1e6 for span in spans)
+    assert attention.trace is None, "later calls are not traced"
+    attend(case, q, k, v, bounds_of(case))
+    assert len(trace.spans) == len(spans)
+
+
 def test_what_is_watched_of_a_mask(attention: ModelAttention) -> None:
     """A block_mask as well, and bounds that are a strided view; a mask that was not written to raises nothing."""
     case = fp16_case(next(case for case in SINGLE if case.call.block_mask() is not None))
@@ -294,7 +323,7 @@ def test_a_rank_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     class Noting:
-        transport = device = None
+        transport = device = trace = None
 
         def forward(self, *arguments: Any) -> None:
             seen.extend(x for x in arguments if isinstance(x, DeviceTensor))

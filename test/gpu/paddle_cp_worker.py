@@ -2,20 +2,24 @@
 """One GPU rank of test_paddle_cp_gpu.py: planned context parallelism through Paddle, each rank against the oracle.
 
 Usage: paddle_cp_worker.py MODE [TRANSPORTS]
-    MODE check    every strategy and mask kind, bytes against the plan, repeats, a long sequence against one GPU
+    MODE check    every strategy and mask kind, bytes against the plan, repeats, a long sequence against one GPU, the
+                  timeline of a step
          speed    milliseconds of a forward and backward for each of TRANSPORTS (nccl,ipc)
          killed   the last rank ends in the middle of a step
          killed_new_mask   likewise, while the others wait to compare masks
          stalled  the last rank stops taking part
+         refilled  the mask is written to in a way that Paddle does not count
 Inputs are made on the host, as test_paddle_op_gpu.py says why.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -29,6 +33,7 @@ from paddle_fm3.distributed.device import Sm90Device
 from paddle_fm3.distributed.plan import CpPlan
 from paddle_fm3.distributed.planned import plan_attention, transport_bytes
 from paddle_fm3.distributed.strategy import STRATEGIES
+from paddle_fm3.distributed.trace import TRACKS, Trace, hidden_us, now_us
 from paddle_fm3.testing import reference
 from paddle_fm3.testing.compare import assert_close_to_oracle
 
@@ -193,8 +198,77 @@ def check(group: object) -> None:
         except AssertionError as error:
             num_failed += 1
             print(f"WRONG long {strategy}: {str(error)[:500]}", flush=True)
+    check_timeline(group)
     assert not num_failed, f"{num_failed} cases are wrong"
     print(f"passed {len(cases) + len(STRATEGIES)} cases", flush=True)
+
+
+def check_timeline(group: object) -> None:
+    """A step's timeline: what was computed and what came from the other ranks, between the times the host saw."""
+    s, h_q, h_kv, d = 8192 * group.nranks, 8, 2, 128
+    bounds_array = np.full((1, 1, s, 1), s, np.int32)  # causal and nothing else: every rank needs rows of others
+    plan = plan_attention(bounds_array, causal=True, num_ranks=group.nranks)
+    num_rows = plan.partition.num_rows(group.rank)
+    rng = np.random.default_rng(7)
+    shapes = ((h_q, True), (h_kv, True), (h_kv, True), (h_q, False))
+    bounds = to_tensor(bounds_array)
+    for _ in range(2):  # the first one loads kernels and connects
+        q, k, v, dout = (
+            to_tensor(rng.standard_normal((1, num_rows, h, d), np.float32).astype(ml_dtypes.bfloat16), needs_grad=grad)
+            for h, grad in shapes
+        )
+        paddle.device.cuda.synchronize()
+        trace, begin_us = Trace(), now_us()
+        out = flashmask_cp_attention(
+            q, k, v, bounds, causal=True, group=group, plan=plan, timeout_s=TIMEOUT_S, trace=trace
+        )
+        paddle.autograd.backward([out], [dout])
+        paddle.device.cuda.synchronize()
+        end_us = now_us()
+    spans = trace.spans
+    clock_us = 100.0  # the two clocks are read at one moment, not quite the same one
+    assert all(begin_us - clock_us < span.begin_us < span.end_us < end_us + clock_us for span in spans), spans
+    by_track = {track: [span for span in spans if span.track == track] for track in TRACKS}
+    moving_us, hidden = hidden_us(spans)
+    assert len(by_track["compute"]) >= 2 and by_track["receive"] and moving_us > 0, spans
+    step_us = end_us - begin_us
+    computing_us = sum(span.end_us - span.begin_us for span in by_track["compute"])
+    assert 0.02 * step_us < computing_us, (computing_us, step_us)
+    path = Path(f"timeline_rank{group.rank}.json")
+    trace.save(path, group.rank)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == len(spans)
+    print(
+        f"ok timeline: {len(spans)} spans in {step_us:.0f} us; computing {computing_us:.0f} us, moving {moving_us:.0f} us, "
+        f"{hidden:.0f} of these hidden",
+        flush=True,
+    )
+
+
+def refilled(group: object) -> None:
+    """The call with the stale mask gives NaN on every rank; a later one is refused on every rank."""
+    case = gpu_case(CASES[0])
+    plan, bounds_array = case.plan(group.nranks), case.call.bounds()
+    bounds = to_tensor(bounds_array)
+    good, _ = run_case(case, plan, group, bounds)
+    assert np.isfinite(good["out"].astype(np.float32)).all()
+    count = bounds.inplace_version
+    other = bounds_array.copy()
+    other[0, 0, 0, 0] += 1
+    bounds.set_value(other)
+    assert bounds.inplace_version == count, "this Paddle counts set_value: nothing is left to guard"
+    rows = plan.partition.rows_of(group.rank)
+    q, k, v = (to_tensor(case.call.tensors()[name][:, rows].astype(NUMPY_DTYPES[case.call.dtype])) for name in "qkv")
+    stale = flashmask_cp_attention(
+        q, k, v, bounds, causal=case.call.causal, group=group, plan=plan, return_softmax_lse=True, timeout_s=TIMEOUT_S
+    )
+    for name, x in zip(("out", "lse"), stale, strict=True):
+        assert np.isnan(to_array(x).astype(np.float32)).all(), f"{name} of a stale mask is not NaN"
+    print("stale outputs are NaN", flush=True)
+    dist.stream.all_reduce(to_tensor(np.zeros(1, np.float32)), group=group)  # every rank has seen its own
+    paddle.device.cuda.synchronize()
+    run_case(case, plan, group, bounds)
+    print("second step done", flush=True)  # must not be reached
 
 
 SPEED_STRATEGIES = ("fm3", "fm3_no_overlap", "dual_chunk_allgather", "ring")
@@ -255,6 +329,8 @@ def main() -> None:
     elif mode == "speed":
         for transport in sys.argv[2].split(","):
             speed(dist.new_group(ranks), transport)
+    elif mode == "refilled":
+        refilled(group)
     else:
         fail_in_the_middle(group, mode)
 

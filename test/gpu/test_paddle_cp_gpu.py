@@ -80,3 +80,12 @@ def test_a_lost_rank_ends_the_others_with_one_message(mode: str, transport: str,
         assert "first step done" in log and "second step done" not in log, tails(logs)
         messages = re.findall(r"context parallelism: rank .*", log)
         assert len(set(messages)) == 1 and f"rank {lost}" in messages[0], tails(logs)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_mask_refilled_unseen_is_refused_on_every_rank(transport: str, tmp_path: Path) -> None:
+    exit_code, logs, _ = launch("refilled", transport, tmp_path)
+    assert exit_code not in (0, -9), tails(logs)
+    for log in logs:
+        assert "stale outputs are NaN" in log and "second step done" not in log, tails(logs)
+        assert "the mask of an earlier call was written to after it had been prepared" in log, tails(logs)
