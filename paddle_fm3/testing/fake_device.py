@@ -12,7 +12,7 @@ import ctypes
 import random
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +52,7 @@ class FakeWorld:
         self._memory: list[NDArray[np.uint8]] = []
         self._held: set[int] = set()
         self.num_run = 0
-        self.ran: Counter[str] = Counter()  # by what it was
+        self.history: list[tuple[int, str]] = []  # stream and what, of all that has run
 
     def new_stream(self) -> int:
         with self._lock:
@@ -143,7 +143,7 @@ class FakeWorld:
             op = self._streams[chosen].popleft()
             op.run()
             self.num_run += 1
-            self.ran[op.what] += 1
+            self.history.append((chosen + 1, op.what))
             return True
 
     def new_memory(self, num_bytes: int) -> int:

@@ -7,9 +7,10 @@ import json
 
 import numpy as np
 import pytest
-from device_support import Group
+from device_support import Group, Rank
 from test_device_execute import check, make_inputs
 
+from paddle_fm3.distributed.device_ipc import IpcTransport
 from paddle_fm3.distributed.device_trace import DeviceTrace
 from paddle_fm3.distributed.device_work import DeviceWork
 from paddle_fm3.distributed.planner import PlanOptions, build_plan
@@ -26,21 +27,43 @@ def traced_step(mode: str, strategy: str) -> tuple[Group, list[Trace], list[Devi
     group.step(plan, mask, inputs, 8**-0.5)
     group.world.run()
     traces = [Trace() for _ in group.ranks]
-    for rank, trace in zip(group.ranks, traces, strict=True):
+    device_traces = [DeviceTrace(rank.device, trace) for rank, trace in zip(group.ranks, traces, strict=True)]
+    for rank, device_trace in zip(group.ranks, device_traces, strict=True):
         assert rank.transport is not None
-        rank.attention.trace = rank.transport.trace = DeviceTrace(rank.device, trace)
+        rank.attention.trace = rank.transport.trace = device_trace
     num_run = group.world.num_run
     collect = group.step(plan, mask, inputs, 8**-0.5)
     assert group.world.num_run == num_run  # nothing was waited for
     for rank in group.ranks:
         rank.attention.trace = rank.transport.trace = None
     group.step(plan, mask, inputs, 8**-0.5)  # leaves nothing
-    for trace in traces:
+    for rank, trace, device_trace in zip(group.ranks, traces, device_traces, strict=True):
         assert trace.spans  # reading them runs what is needed
+        check_enclosed(rank, trace, device_trace)
     group.world.run()
     check(collect(), inputs, mask)
     works = [DeviceWork.of(plan, plan.rank_plan(rank, mask)) for rank in range(2)]
     return group, traces, works
+
+
+def check_enclosed(rank: Rank, trace: Trace, device_trace: DeviceTrace) -> None:
+    """Each span holds what it is named after, on its stream. The model's clock counts what has run."""
+    assert isinstance(rank.transport, IpcTransport)
+    main, side, extra = rank.stream, rank.attention._side, rank.attention._extra
+    wanted = {
+        "forward: merge": ("merge", [main]), "forward": ("forward", [main]), "backward": ("backward", [main, *extra]),
+        "dQ": ("sum_parts", [main]), "dK/dV sums of own": ("sum_rows", [main]), "own K/V": ("pack", [main]),
+        "dK/dV sums step": ("sum_rows", [side]),
+    }  # fmt: skip
+    begin_at = rank.device.world.when(device_trace._origin)
+    for span in trace.spans:
+        if span.track == "wait":
+            continue
+        prefix = next(prefix for prefix in wanted if span.name.startswith(prefix)) if span.track == "compute" else ""
+        what, streams = wanted[prefix] if prefix else ("copy", [rank.transport._pull_stream])
+        begin, end = (begin_at + round((t - device_trace._origin_us) / 1e3) for t in (span.begin_us, span.end_us))
+        ran = rank.device.world.history[begin:end]
+        assert any((stream, what) in ran for stream in streams), span.name
 
 
 def named(trace: Trace, track: str, name: str) -> list[Span]:
