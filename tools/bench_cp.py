@@ -57,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     on_gpu.add_argument("--only-plans", action="store_true", help="make the plans and stop")
     on_gpu.add_argument("--calls", type=int, default=10, help="calls of a timed loop at 8K rows a rank; fewer above")
     on_gpu.add_argument("--loops", type=int, default=5, help="timed loops, each started by all ranks together")
+    on_gpu.add_argument("--trace", type=Path, metavar="FOLDER", help="write each case's timeline of one step there")
     on_gpu.add_argument(
         "--late-keys", metavar="SOURCE", help="only: one forward whose keys come from a GPU (1, ...) or host"
     )
@@ -96,7 +97,9 @@ def on_gpus(arguments: argparse.Namespace) -> int:
             gpu.make_plans(gpu.cases_of(arguments), folder, calls, arguments.loops, list(range(arguments.ranks)))
         if arguments.only_plans:
             return 0
-        lines = gpu.launch(folder, arguments.timeout)
+        lines = gpu.launch(folder, arguments.timeout, has_trace=arguments.trace is not None)
+        if arguments.trace:
+            gpu.merge_traces(folder, arguments.trace)
         name = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "-i", "0"], capture_output=True, text=True
         ).stdout.strip()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from paddle_fm3._c_api import BwdParams, FwdParams, MaskView
 from paddle_fm3._device_api import MergeParams, PackParams, SumPartsParams, SumRowsParams
 from paddle_fm3.distributed.device import ELEM_BYTES, Sm90Device
 from paddle_fm3.distributed.device_execute import DeviceAttention
+from paddle_fm3.distributed.device_trace import DeviceTrace
 from paddle_fm3.distributed.device_transport import DeviceTransport, Ticket
+from paddle_fm3.distributed.trace import Trace
 from paddle_fm3.testing.cases import AttentionCase
 from paddle_fm3.testing.gpu_call import GpuMask, Sm90
 from paddle_fm3.testing.gpu_cp import relative_errors
@@ -283,7 +286,23 @@ def run(process: Any, job: dict[str, Any]) -> dict[str, Any]:
                     continue
                 result[f"{prefix}{part}_ms"] = _time_loops(process, num_ranks, job, call, waits, stream)
         process.exchanges[num_ranks]({"timed": job["name"]})
+        if job.get("has_trace"):
+            _trace_step(process, job, step, moving, ipc)
     return result
+
+
+def _trace_step(process: Any, job: dict[str, Any], step: Any, attention: DeviceAttention, ipc: DeviceTransport) -> None:
+    """One more forward and backward, after two others; what streams did goes to out/trace_<job>_rank<rank>.json."""
+    trace = Trace()
+    device_trace = DeviceTrace(process.device, trace)
+    process.stream.synchronize()
+    process.exchanges[job["num_ranks"]]({"traced": job["name"]})
+    for kept in (None, None, device_trace):
+        attention.trace = ipc.trace = kept
+        step.forward()
+        step.backward()
+    attention.trace = ipc.trace = None
+    trace.save(Path(process.config["out"]) / f"trace_{job['name']}_rank{process.rank}.json", process.rank)
 
 
 def _attention(device: Sm90Device, transport: DeviceTransport, job: dict[str, Any]) -> DeviceAttention:

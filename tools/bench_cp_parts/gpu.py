@@ -139,14 +139,15 @@ def make_plans(cases: list[Case], folder: Path, calls: dict[int, int], loops: in
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def launch(folder: Path, timeout_s: float) -> list[dict[str, Any]]:
+def launch(folder: Path, timeout_s: float, has_trace: bool = False) -> list[dict[str, Any]]:
     """One process a rank over the folder's jobs; their lines. A rank that fails leaves a line with `error`."""
     config = json.loads((folder / "config.json").read_text())
     with socket.create_server(("127.0.0.1", 0)) as probe:
         config["port"] = probe.getsockname()[1] % 50000 + 10000
     config |= {"folder": str(folder), "out": str(folder)}
+    config["jobs"] = [job | {"has_trace": has_trace} for job in config["jobs"]]
     (folder / "config.json").write_text(json.dumps(config))
-    for old in folder.glob("rank*.jsonl"):
+    for old in (*folder.glob("rank*.jsonl"), *folder.glob("trace_*_rank*.json")):
         old.unlink()
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -173,6 +174,16 @@ def launch(folder: Path, timeout_s: float) -> list[dict[str, Any]]:
         if not found.exists() or any("error" in line for line in lines):
             print((folder / f"log{rank}").read_text()[-2000:], file=sys.stderr)
     return lines
+
+
+def merge_traces(folder: Path, to: Path) -> None:
+    """One file a job, with all its ranks."""
+    to.mkdir(parents=True, exist_ok=True)
+    for first in sorted(folder.glob("trace_*_rank0.json")):
+        name = first.name.removeprefix("trace_").removesuffix("_rank0.json")
+        ranks = [json.loads(path.read_text()) for path in sorted(folder.glob(f"trace_{name}_rank*.json"))]
+        merged = ranks[0] | {"traceEvents": [event for rank in ranks for event in rank["traceEvents"]]}
+        (to / f"{name}.json").write_text(json.dumps(merged))
 
 
 def records_of(folder: Path, lines: list[dict[str, Any]], device: str, commit: str | None) -> Iterator[dict[str, Any]]:
