@@ -267,7 +267,7 @@ def _fields(job: dict[str, Any], own: list[dict[str, Any]]) -> dict[str, Any]:
         moving += alone
     fields["comm_hidden_pct"] = round(100 * (1 - min(1.0, shown / moving)), 1) if moving else 100.0
     fields["mb_moved"] = round(sum(line["bytes_received"] for line in own) / 1e6, 2)
-    errors = {name: max(line["errors"][name] for line in own) for name in own[0]["errors"]}
-    fields["max_relative_error"] = float(f"{max(errors.values()):.2g}")
+    errors = {name: float(np.max([line["errors"][name] for line in own])) for name in own[0]["errors"]}  # NaN stays
+    fields["max_relative_error"] = float(f"{np.max(list(errors.values())):.2g}")
     fields["refcheck"] = all(error <= MAX_RELATIVE_ERROR for error in errors.values())
     return fields
