@@ -176,7 +176,7 @@ class DeviceAttention:
                 self.transport.wait_ready(tickets.values(), stream)
             self._forward_call("forward", bound.whole[slot], q, out, lse, scale, stream, ready)
             self._tell_status(ready, stream)
-        elif len(work.fwd_calls) == 1 or self._mode(work) != "steps":
+        elif len(work.fwd_calls) == 1 or self.mode_of(work) != "steps":
             with span_of(self.trace, "wait", "K/V rows: forward", stream):
                 for call in work.fwd_calls:
                     self._wait_stages(work, tickets, call, stream)
@@ -185,7 +185,8 @@ class DeviceAttention:
             with self._leaving_room(work):
                 self._forward_steps(bound, slot, q, out, lse, scale, stream, tickets)
 
-    def _mode(self, work: DeviceWork) -> str:
+    def mode_of(self, work: DeviceWork) -> str:
+        """The forward mode that serves this work."""
         can_write = self.transport is not None and self.transport.raises_words
         mode = self._forward_mode or ("steps" if work.is_ring or not can_write else "whole")
         is_relayed = any(batch.after for batch in work.gather)
@@ -194,7 +195,7 @@ class DeviceAttention:
     def _ready_rows(self, work: DeviceWork, slot: int) -> ReadyRows | None:
         """Where the attention kernel sees which rows are in, if it is to wait for them itself."""
         transport = self.transport
-        if transport is None or self._mode(work) != "rows":
+        if transport is None or self.mode_of(work) != "rows":
             return None
         # One status for both slots: what a forward has written, none after it takes back.
         return ReadyRows(self._words + slot * 256, self._words + 128, self._timeout_us)

@@ -122,6 +122,10 @@ class RankStep:
         self.dq, self.dk, self.dv = (torch.full_like(x, float("nan")) for x in (local.q, local.k, local.v))
         self.scale = heads.d_qk**-0.5
 
+    @property
+    def work(self) -> DeviceWork:
+        return self._prepared.work
+
     def with_attention(self, attention: DeviceAttention) -> RankStep:
         """The same tensors and masks under another executor."""
         return RankStep(attention, self._prepared, self._heads, self.local)

@@ -262,6 +262,7 @@ def run(process: Any, job: dict[str, Any]) -> dict[str, Any]:
     with torch.cuda.stream(stream):
         wanted = process.reference(job)
         step, rows = process.step(job, moving)
+        result["forward_mode"] = moving.mode_of(step.work)
         before = sum(ipc.received_bytes)
         step.forward()
         step.backward()

@@ -51,7 +51,9 @@ def lines_of(job: dict) -> list[dict]:
         own = {f"{name}_ms": [first, second if rank else first] for name, (first, second) in times.items()}
         errors = {name: 1e-3 * (rank + 1) for name in ("out", "dq")}
         lines.append(
-            {"job": job["name"], "rank": rank, "bytes_received": 5_000_000 * (rank + 1), "errors": errors, **own}
+            {"job": job["name"], "rank": rank, "forward_mode": "rows", "errors": errors}
+            | {"bytes_received": 5_000_000 * (rank + 1)}
+            | own
         )
     return lines
 

@@ -16,12 +16,16 @@ from typing import Any
 
 import numpy as np
 
+from paddle_fm3.distributed.device_execute import FORWARD_MODES
+from paddle_fm3.distributed.device_work import BWD_STYLES
+
 ROOT = Path(__file__).resolve().parents[2]
 
-# What table 5 varies, on our transport. A ring computes step by step, as rings do. "+plan": the backward in all of the
-# plan's steps, whatever they cost.
-IMPLS = ("fm3", "fm3+plan", "fm3_no_balance", "fm3_no_overlap", "fm3_no_pruning", "fm3_no_hierarchy",
-         "dual_chunk_allgather", "contiguous_allgather", "ring")  # fmt: skip
+# What table 5 varies, on our transport. A ring computes step by step, as rings do. After a "+": a forward mode of
+# DeviceAttention, or how DeviceWork groups backward calls ("plan": in all of the plan's steps, whatever they cost), in
+# place of what they choose.
+IMPLS = ("fm3", "fm3+whole", "fm3+rows", "fm3+plan", "fm3+two", "fm3_no_balance", "fm3_no_overlap", "fm3_no_pruning",
+         "fm3_no_hierarchy", "dual_chunk_allgather", "contiguous_allgather", "ring")  # fmt: skip
 MASKS = ("causal_document", "document", "prefix_document")
 HEADS = {"8/1": (8, 1), "32/4": (32, 4), "64/8": (64, 8)}
 HEAD_DIM = 128
@@ -43,8 +47,15 @@ class Case:
 
     @property
     def bwd_style(self) -> str | None:
-        """After a "+" in impl: how backward calls are grouped, where not as `choose_bwd_style` says."""
-        return self.impl.partition("+")[2] or None
+        return self._chosen if self._chosen in BWD_STYLES else None
+
+    @property
+    def forward_mode(self) -> str | None:
+        return self._chosen if self._chosen in FORWARD_MODES else None
+
+    @property
+    def _chosen(self) -> str:
+        return self.impl.partition("+")[2]
 
     @property
     def s(self) -> int:
@@ -128,7 +139,7 @@ def make_plans(cases: list[Case], folder: Path, calls: dict[int, int], loops: in
             "kind": "time", "name": case.name, "num_ranks": case.num_ranks, "work": case.name, "s": case.s,
             "mask": case.mask_name, "causal": causal, "calls": calls[case.s_local], "loops": loops,
             "heads": {"b": 1, "h_q": h_q, "h_kv": h_kv, "d_qk": HEAD_DIM, "d_v": HEAD_DIM, "dtype": "bfloat16"},
-            "options": {"num_step_streams": 2},
+            "options": {"num_step_streams": 2, "forward_mode": case.forward_mode},
             "fields": {
                 "impl": case.impl, "ranks": case.num_ranks, "s_local": case.s_local, "heads": case.heads,
                 "mask": case.mask, "bwd_style": style, "stages": plan.num_stages, "nodes": case.num_nodes,
@@ -248,6 +259,7 @@ def _fields(job: dict[str, Any], own: list[dict[str, Any]]) -> dict[str, Any]:
 
     fields: dict[str, Any] = dict(job["fields"])
     gflop = fields.pop("gflop_fwd")
+    fields |= {"forward_mode": own[0]["forward_mode"], "step_streams": job["options"]["num_step_streams"]}
     for part, factor in (("fwd", 1.0), ("bwd", 2.5), ("total", 3.5)):
         times_ms = slowest(f"{part}_ms")
         median = float(np.median(times_ms))
