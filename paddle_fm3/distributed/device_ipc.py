@@ -57,8 +57,7 @@ class IpcTransport(DeviceTransport):
         base = device.host_register(self._page.address, self._page.num_bytes)
         self._base = base
         self.status_word = base + self._page.status_offset(rank)
-        # Batches whose sends are relayed rows have a stream of their own: they must not hold up the others.
-        self._ready_stream, self._relay_stream, self._pull_stream = (device.stream_create() for _ in range(3))
+        self._relay_stream, self._pull_stream = (device.stream_create() for _ in range(2))
         self._begin_event = device.event_create()
         self._in_events = [device.event_create() for _ in range(NUM_READY_WORDS)]
         self._ready_events = [device.event_create() for _ in range(NUM_READY_WORDS)]
@@ -100,7 +99,7 @@ class IpcTransport(DeviceTransport):
     # --- the transport ---------------------------------------------------------------------------
 
     def _register(self, sizes: dict[str, int]) -> dict[str, int]:
-        streams = (self._ready_stream, self._relay_stream, self._pull_stream)
+        streams = (self._relay_stream, self._pull_stream)
         while not all(self._device.stream_is_done(stream) for stream in streams):
             self.check()
             time.sleep(1e-4)
@@ -135,10 +134,12 @@ class IpcTransport(DeviceTransport):
         device, number = self._device, ticket.number
         value = number + 1  # words are 0 at first
         device.event_record(self._begin_event, stream)
-        ready_stream = self._relay_stream if after else self._ready_stream
-        device.event_wait(self._begin_event, ready_stream)
+        # Relayed rows must not hold up what `stream` does next, nor batches of other rows.
+        if after:
+            device.event_wait(self._begin_event, self._relay_stream)
         for earlier in after:
-            device.event_wait(self._in_event(earlier), ready_stream)
+            device.event_wait(self._in_event(earlier), self._relay_stream)
+        ready_stream = self._relay_stream if after else stream
         device.write_word(ready_stream, self._base + self._page.ready_offset(self.rank, number), value)
         device.event_wait(self._begin_event, self._pull_stream)
         pulls = self._copies_of(ticket.batch)
@@ -153,8 +154,8 @@ class IpcTransport(DeviceTransport):
                 device.copy(copies, self._pull_stream)
         if word is not None:
             device.write_word(self._pull_stream, *word)
-        device.write_word(self._pull_stream, self._base + self._page.pulled_offset(self.rank), value)
         device.event_record(self._in_events[number % NUM_READY_WORDS], self._pull_stream)
+        device.write_word(self._pull_stream, self._base + self._page.pulled_offset(self.rank), value)
         self._tickets[number % NUM_READY_WORDS] = ticket
 
     def _wait_peer(self, peer: int, number: int, stream: int) -> None:
