@@ -20,7 +20,7 @@ SHARED_FIELDS = {
     "d_qk": "query/key head_dim",
     "d_v": "value head_dim",
     "dtype": "dtype",
-    "needs_grad": "whether gradients are needed",
+    "gradients": "what needs gradients",
     "causal": "causal",
     "num_bounds": "bounds a key column",
     "h_mask": "mask heads",
@@ -43,9 +43,13 @@ def check_agreement(records: list[Record]) -> None:
     Raises:
         ValueError: names the rank and its own error, or each field that differs with every rank's value.
     """
-    failed = [f"rank {rank}: {record['error']}" for rank, record in enumerate(records) if record["error"]]
+    failed = [(rank, record["error"]) for rank, record in enumerate(records) if record["error"]]
     if failed:
-        raise ValueError("flashmask_cp_attention: " + "; ".join(failed))
+        said = {error for _, error in failed}
+        raise ValueError(
+            "flashmask_cp_attention: "
+            + "; ".join(sorted(said) if len(failed) == len(records) else [f"rank {r}: {text}" for r, text in failed])
+        )
     differing = []
     for field, name in SHARED_FIELDS.items():
         values = [record.get(field) for record in records]

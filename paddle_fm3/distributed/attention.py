@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paddle_fm3.distributed import agreement, dist_tensors, groups
+from paddle_fm3.distributed import agreement, call_checks, dist_tensors, groups
 from paddle_fm3.distributed.collective import collective_attention
 from paddle_fm3.distributed.comm import communicator_for
 from paddle_fm3.distributed.partition import LAYOUTS, Partition
@@ -47,7 +47,7 @@ def make_partition(
         return LAYOUTS[strategy](s, num_ranks)
     planned = _planned_strategy(strategy)
     if planned is None:
-        raise ValueError(f"make_partition: {_unknown(strategy)}")
+        raise ValueError(f"make_partition: {call_checks.unknown_strategy(strategy)}")
     if planned.layout in LAYOUTS:
         return LAYOUTS[planned.layout](s, num_ranks)
     if causal is None:
@@ -62,12 +62,12 @@ def make_partition(
     return plan.partition
 
 
+def _group_of(group: Any | None) -> Any | None:
+    return dist_tensors.sep_group(group) if dist_tensors.is_mesh(group) else groups.resolve_group(group)
+
+
 def _planned_strategy(strategy: Strategy | str) -> Strategy | None:
     return strategy if isinstance(strategy, Strategy) else PLANNED_STRATEGIES.get(strategy)
-
-
-def _unknown(strategy: Strategy | str) -> str:
-    return f"strategy={strategy!r} is unknown; known: {', '.join((*LAYOUTS, *PLANNED_STRATEGIES))}"
 
 
 def flashmask_cp_attention(
@@ -155,6 +155,17 @@ def flashmask_cp_attention(
     """
     from paddle_fm3.attention import _autocast, flashmask_attention
 
+    error = call_checks.option_error(
+        strategy=strategy, partition=partition, plan=plan, topology=topology, trace=trace, softmax_scale=softmax_scale,
+        reduce_dtype=reduce_dtype, timeout_s=timeout_s, causal=causal, deterministic=deterministic,
+        keep_gathered=keep_gathered, return_softmax_lse=return_softmax_lse,
+    )  # fmt: skip
+    error = error or call_checks.kind_error(q, k, v, startend_row_indices, block_mask)
+    if error is not None:
+        call_checks.refuse(error, _group_of(group), timeout_s)
+    # Plain Python values: they are compared between ranks.
+    causal, deterministic, keep_gathered = bool(causal), bool(deterministic), bool(keep_gathered)
+    softmax_scale = None if softmax_scale is None else float(softmax_scale)
     q, k, v = _autocast(q, k, v)  # before K and V travel: half the bytes
     if dist_tensors.has_dist_tensor(q, k, v):
         out, lse = _attend_dist(
@@ -163,10 +174,15 @@ def flashmask_cp_attention(
             keep_gathered=keep_gathered, timeout_s=timeout_s, trace=trace,
         )  # fmt: skip
         return (out, lse) if return_softmax_lse else out
+    error = call_checks.shape_error(q, k, v, startend_row_indices, block_mask)
+    if error is not None and not q.place.is_gpu_place():  # GPU ranks talk about masks that they have not seen only
+        call_checks.refuse(error, _group_of(group), timeout_s)
     strategy = strategy or "dual_chunk"
-    group = dist_tensors.sep_group(group) if dist_tensors.is_mesh(group) else groups.resolve_group(group)
+    group = _group_of(group)
     planned = _planned_strategy(strategy) if plan is None else plan.strategy
     if group is None and plan is None:
+        if partition is not None:
+            agreement.check_lengths([_shapes(q, k, v, startend_row_indices)], partition)
         whole = flashmask_attention(
             q, k, v, startend_row_indices, causal=causal, block_mask=block_mask, softmax_scale=softmax_scale,
             return_softmax_lse=return_softmax_lse, deterministic=deterministic,
@@ -175,7 +191,6 @@ def flashmask_cp_attention(
 
     def describe(mask_digest: str | None = None) -> agreement.Record:
         """This rank's side of the comparison; without a digest that of the mask given, which is read for it."""
-        error = _own_error(q, k, v, startend_row_indices, block_mask, strategy)
         if error is not None:  # it goes into the record, so that no rank waits for this one
             return {"error": error[:1000]}
         settings = (softmax_scale, deterministic, reduce_dtype, keep_gathered)
@@ -203,11 +218,13 @@ def flashmask_cp_attention(
             reduce_dtype=reduce_dtype, keep_gathered=keep_gathered, timeout_s=timeout_s, trace=trace,
         )  # fmt: skip
     else:
-        out, lse = collective_attention(
-            q, k, v, startend_row_indices, causal, block_mask, strategy if partition is None else partition, describe,
-            communicator_for(group, timeout_s), reduce_dtype=reduce_dtype, keep_gathered=keep_gathered,
-            softmax_scale=softmax_scale, deterministic=deterministic,
-        )  # fmt: skip
+        communicator = communicator_for(group, timeout_s)
+        with communicator.one_call("flashmask_cp_attention"):
+            out, lse = collective_attention(
+                q, k, v, startend_row_indices, causal, block_mask, strategy if partition is None else partition,
+                describe, communicator, reduce_dtype=reduce_dtype, keep_gathered=keep_gathered,
+                softmax_scale=softmax_scale, deterministic=deterministic,
+            )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
 
 
@@ -246,6 +263,7 @@ def _attend_dist(
 
 
 def _shapes(q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor, bounds: paddle.Tensor | None) -> agreement.Record:
+    tensors, is_recorded = {"q": q, "k": k, "v": v}, paddle.is_grad_enabled()
     return {
         "b": q.shape[0],
         "s_local": q.shape[1],
@@ -254,7 +272,7 @@ def _shapes(q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor, bounds: paddle
         "d_qk": q.shape[3],
         "d_v": v.shape[3],
         "dtype": str(q.dtype).removeprefix("paddle."),
-        "needs_grad": paddle.is_grad_enabled() and not (k.stop_gradient and v.stop_gradient),
+        "gradients": ", ".join(name for name, x in tensors.items() if not x.stop_gradient and is_recorded) or "none",
         "num_bounds": None if bounds is None else bounds.shape[3],
         "h_mask": None if bounds is None else bounds.shape[1],
         "s_bounds": None if bounds is None else bounds.shape[2],
@@ -273,32 +291,3 @@ def _cut(
         name = f"{planned.name} ({digest_of(planned)})"
         return {"partition": given, "strategy": name, "topology": None if topology is None else str(topology)[-200:]}
     return {"partition": given, "strategy": strategy if given is None else None}
-
-
-def _own_error(
-    q: paddle.Tensor,
-    k: paddle.Tensor,
-    v: paddle.Tensor,
-    bounds: paddle.Tensor | None,
-    block_mask: paddle.Tensor | None,
-    strategy: Strategy | str,
-) -> str | None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if len(x.shape) != 4:
-            return f"{name}.shape is {x.shape}; expected [b, s_local, h, d]"
-        if x.dtype != q.dtype:
-            return f"{name}.dtype is {x.dtype}; q has {q.dtype}"
-        if x.shape[:2] != q.shape[:2]:
-            return f"{name}.shape is {x.shape}; b and s_local must be those of q, {q.shape}"
-    if k.shape[2] != v.shape[2] or k.shape[3] != q.shape[3]:
-        return f"k.shape is {k.shape}; heads must be those of v {v.shape}, head_dim that of q {q.shape}"
-    if _planned_strategy(strategy) is None and strategy not in LAYOUTS:
-        return _unknown(strategy)
-    if bounds is not None:
-        if len(bounds.shape) != 4 or bounds.shape[0] != q.shape[0]:
-            return f"startend_row_indices.shape is {bounds.shape}; expected [b={q.shape[0]}, h_mask, s, n]"
-        if bounds.dtype != paddle.int32:
-            return f"startend_row_indices.dtype is {bounds.dtype}; expected int32"
-    if block_mask is not None and (len(block_mask.shape) != 4 or block_mask.dtype != paddle.int32):
-        return f"block_mask is {block_mask.shape} of {block_mask.dtype}; expected int32 with 4 axes"
-    return None

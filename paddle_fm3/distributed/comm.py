@@ -8,7 +8,8 @@ fp32. On NCCL the native collectives run on the current stream, and small record
 
 Limits: a gloo collective cannot be cancelled. After a timeout the stuck thread is abandoned (it is a daemon and
 gloo ends it by itself after 30 s), the communicator refuses further use, and the process should exit. gloo's own
-limit of 30 s also caps longer timeouts. On NCCL a dead peer is Paddle's watchdog's business (PADDLE_PG_TIMEOUT).
+limit of 30 s also caps longer timeouts, but for records once planned calls have connected the ranks: these travel
+over the connections then. On NCCL a dead peer is Paddle's watchdog's business (PADDLE_PG_TIMEOUT).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
@@ -58,6 +61,17 @@ class Pending(Generic[T]):
         return self._collect()
 
 
+@dataclass(eq=False)
+class _GroupState:
+    """What all communicators of a group share, whatever their timeouts."""
+
+    group: Any
+    num_posted: int = 0
+    failure: str | None = None
+    host_exchange: RecordExchange | None = None  # over connections of the ranks' own, once these are there
+    in_use: threading.RLock = field(default_factory=threading.RLock)
+
+
 class Communicator:
     """Bounded collectives over one group.
 
@@ -72,9 +86,34 @@ class Communicator:
         self.num_ranks: int = group.nranks
         self.timeout_s = timeout_s
         self.is_gloo = groups.is_gloo(group)
-        self._num_posted = 0
-        self._failure: str | None = None
-        self.host_exchange: RecordExchange | None = None  # connections between the hosts of GPU ranks, once there
+        self._state = _state_of(group)
+
+    @property
+    def host_exchange(self) -> RecordExchange | None:
+        """Carries small records over connections of the ranks' own, once some planned call has made these."""
+        return self._state.host_exchange
+
+    @host_exchange.setter
+    def host_exchange(self, exchange: RecordExchange) -> None:
+        self._state.host_exchange = exchange
+
+    @contextmanager
+    def one_call(self, who: str) -> Iterator[None]:
+        """Refuses a second thread: its transfers would be taken for those of the first.
+
+        Raises:
+            RuntimeError: another thread of this process is inside, of the same group.
+        """
+        if not self._state.in_use.acquire(blocking=False):
+            raise RuntimeError(
+                f"{who}: another thread of rank {self.rank} is in a call of this group; ranks must make the same calls "
+                "in the same order, one at a time (a group of its own for each thread, made by "
+                "paddle.distributed.new_group, can run beside)"
+            )
+        try:
+            yield
+        finally:
+            self._state.in_use.release()
 
     def post_all_gather(self, x: paddle.Tensor, what: str) -> Pending[list[paddle.Tensor]]:
         """Every rank's ``x`` (equal shapes), by rank."""
@@ -135,7 +174,7 @@ class Communicator:
         """Every rank's small JSON-able record, by rank."""
         if self.host_exchange is not None:
             try:
-                return self.host_exchange(record, what)
+                return self.host_exchange(record, what, self.timeout_s)
             except TransportError as error:
                 raise CommError(f"context parallelism: {error}") from error
         encoded = json.dumps(record).encode()
@@ -148,22 +187,23 @@ class Communicator:
         return [json.loads(row.numpy().astype(np.uint8).tobytes()) for row in gathered]
 
     def _exchange_by_store(self, encoded: bytes, what: str) -> list[bytes]:
-        if self._failure is not None:
-            raise CommError(f"'{what}' refused: an earlier collective of this group failed: {self._failure}")
-        self._num_posted += 1
-        key = f"paddle_fm3/exchange/{self.group.id}/{self.timeout_s:g}/{self._num_posted}"
+        number = self._next_number(what)
+        key = f"paddle_fm3/exchange/{self.group.id}/{number}"
         try:
             return store_exchange.exchange(
                 collective._default_store, key, self.rank, self.num_ranks, encoded, self.timeout_s
             )
         except store_exchange.Missing as missing:
-            self._give_up(self._num_posted, what, f"no answer within {self.timeout_s:g} s", missing.ranks)
+            self._give_up(number, what, f"no answer within {self.timeout_s:g} s", missing.ranks)
+
+    def _next_number(self, what: str) -> int:
+        if self._state.failure is not None:
+            raise CommError(f"'{what}' refused: an earlier collective of this group failed: {self._state.failure}")
+        self._state.num_posted += 1
+        return self._state.num_posted
 
     def _post(self, run: Callable[[], Any], collect: Callable[[], T], what: str) -> Pending[T]:
-        if self._failure is not None:
-            raise CommError(f"'{what}' refused: an earlier collective of this group failed: {self._failure}")
-        self._num_posted += 1
-        number = self._num_posted
+        number = self._next_number(what)
         if not self.is_gloo:
             run()
             return Pending(what, collect)
@@ -197,11 +237,11 @@ class Communicator:
             culprit = f"rank {', '.join(map(str, missing))} did not arrive (dead or stalled)"
         else:
             culprit = "every rank is waiting in it"
-        self._failure = (
+        self._state.failure = (
             f"context parallelism: rank {self.rank} of {self.num_ranks} gave up on '{what}' "
             f"(collective {number}): {cause}; {culprit}"
         )
-        raise CommError(self._failure)
+        raise CommError(self._state.failure)
 
     def _announce(self, number: int) -> None:
         store = collective._default_store
@@ -267,12 +307,16 @@ def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
         del job  # else the last transfer's tensors would live until the next
 
 
-_communicators: dict[tuple[int, float], Communicator] = {}
+_states: dict[int, _GroupState] = {}  # by group id
+
+
+def _state_of(group: Any) -> _GroupState:
+    state = _states.get(group.id)
+    if state is None or state.group is not group:  # ids are given anew once all groups have been destroyed
+        state = _states[group.id] = _GroupState(group)
+    return state
 
 
 def communicator_for(group: Any, timeout_s: float) -> Communicator:
-    """The communicator of the group, one per group and timeout, so that its collectives share one count."""
-    key = (group.id, timeout_s)
-    if key not in _communicators:
-        _communicators[key] = Communicator(group, timeout_s)
-    return _communicators[key]
+    """The group's communicator for calls that wait so long; all of a group's count their collectives together."""
+    return Communicator(group, timeout_s)

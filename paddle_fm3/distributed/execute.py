@@ -28,7 +28,7 @@ from paddle_fm3.distributed.exchange import Exchange, Message
 from paddle_fm3.distributed.plan import CpPlan, RankPlan, Step
 from paddle_fm3.distributed.query_range import seen_query_rows, select_query_rows
 from paddle_fm3.distributed.trace import Trace
-from paddle_fm3.distributed.transport import Parts, TcpTransport, TransportError
+from paddle_fm3.distributed.transport import GRAD_ROWS, KEY_ROWS, Parts, TcpTransport, TransportError
 from paddle_fm3.mask.column_mask import ColumnMask
 
 Array = NDArray[Any]
@@ -101,7 +101,7 @@ class _Phase:
             if exchange.sends or exchange.recvs:
                 raise ValueError(f"{what}: the plan has transfers, and there is no process group to make them")
             return
-        self._phase = transport.next_phase()
+        self._phase = transport.next_phase(what)
         transport.call_soon(self._start)
 
     def wait_sent(self) -> None:
@@ -173,7 +173,7 @@ class GatherPhase(_Phase):
         self._num_missing: dict[int, int] = {}  # by stage
         for recv in exchange.recvs:
             self._num_missing[recv.stage] = self._num_missing.get(recv.stage, 0) + 1
-        super().__init__(exchange, transport, "K/V rows", timeout_s, trace)
+        super().__init__(exchange, transport, KEY_ROWS, timeout_s, trace)
 
     def wait_stage(self, stage: int, is_all: bool) -> None:
         """Until the rows of the stage are in, or those of all stages up to it."""
@@ -206,7 +206,7 @@ class ReducePhase(_Phase):
             tuple(np.empty((x.shape[0], recv.num_rows, *x.shape[2:]), wire_dtype) for x in (dk, dv))
             for recv in exchange.recvs
         ]  # type: ignore[misc]
-        super().__init__(exchange, transport, "dK/dV sums", timeout_s, trace)
+        super().__init__(exchange, transport, GRAD_ROWS, timeout_s, trace)
 
     def step_done(self, step_idx: int) -> None:
         """The rank's own partial sums of the step's rows are written."""

@@ -34,9 +34,14 @@ def resolve_group(group: Any | None = None) -> Any | None:
 
     Raises:
         RuntimeError: several processes, no group given, and fleet has no context or sep group.
-        ValueError: this process is not a member of the given group.
+        ValueError: this process is not a member of the given group, or it is no group.
     """
     if group is not None:
+        if not hasattr(group, "nranks"):
+            raise ValueError(
+                f"resolve_group: group is {group!r}; expected what paddle.distributed.new_group makes, a ProcessMesh, "
+                "or None to look it up"
+            )
         if group.rank < 0:
             raise ValueError(
                 f"resolve_group: rank {dist.get_rank()} is not a member of group {group.id} with ranks {group.ranks}"

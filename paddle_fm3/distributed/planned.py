@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +22,16 @@ from paddle_fm3.distributed.partition import Partition
 from paddle_fm3.distributed.plan import CpPlan, mask_digest
 from paddle_fm3.distributed.planner import DEFAULT_OPTIONS, PlanOptions
 from paddle_fm3.distributed.prepared import CACHE_ENTRIES, check_unwritten, global_mask
+from paddle_fm3.distributed.record_exchange import RecordExchange
+from paddle_fm3.distributed.rendezvous import connect
 from paddle_fm3.distributed.strategy import FM3, Strategy
 from paddle_fm3.distributed.topology import Topology
 from paddle_fm3.distributed.trace import Trace
-from paddle_fm3.distributed.transport import TcpTransport, TransportError, connect
+from paddle_fm3.distributed.transport import TcpTransport, TransportError
 from paddle_fm3.mask.column_mask import ColumnMask
 
 _plans = PlanCache()
 _work: OrderedDict[tuple[Any, ...], RankWork] = OrderedDict()
-_transports: dict[int, TcpTransport] = {}  # group id -> its connections, made at the first planned call
 _byte_counts: dict[int, Any] = {}  # group id -> whatever moves its rows: it has sent_bytes and received_bytes
 
 
@@ -125,16 +127,21 @@ def planned_attention(
         record: this rank's side of the comparison, which happens here.
     """
     communicator = None if group is None else communicator_for(group, timeout_s)
-    plan, mask = agree(record, communicator, bounds, block_mask, choice)
-    rank = 0 if communicator is None else communicator.rank
-    run = RankRun(
-        _work_of(plan, mask, rank),
-        None if communicator is None else _transport_of(communicator),
-        q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
-        timeout_s,
-        trace,
-    )
-    return _PlannedAttention.apply(q, k, v, run, reduce_dtype, keep_gathered)
+    with _one_call(communicator):
+        plan, mask = agree(record, communicator, bounds, block_mask, choice)
+        rank = 0 if communicator is None else communicator.rank
+        run = RankRun(
+            _work_of(plan, mask, rank),
+            None if communicator is None else _transport_of(communicator),
+            q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
+            timeout_s,
+            trace,
+        )
+        return _PlannedAttention.apply(q, k, v, run, communicator, reduce_dtype, keep_gathered)
+
+
+def _one_call(communicator: Communicator | None) -> AbstractContextManager[None]:
+    return nullcontext() if communicator is None else communicator.one_call("flashmask_cp_attention")
 
 
 def agree(
@@ -177,8 +184,8 @@ def _work_of(plan: CpPlan, mask: ColumnMask, rank: int) -> RankWork:
 
 
 def _transport_of(communicator: Communicator) -> TcpTransport:
-    transport = _transports.get(communicator.group.id)
-    if transport is None:
+    """The group's connections, made at its first planned call. From then on its records travel over them as well."""
+    if communicator.host_exchange is None:
 
         def exchange(record: agreement.Record) -> list[agreement.Record]:
             return communicator.exchange(record, "addresses of the ranks")
@@ -187,9 +194,9 @@ def _transport_of(communicator: Communicator) -> TcpTransport:
             transport = connect(communicator.rank, communicator.num_ranks, exchange, communicator.timeout_s)
         except TransportError as error:
             raise CommError(f"context parallelism: {error}") from error
-        _transports[communicator.group.id] = transport
+        communicator.host_exchange = RecordExchange(transport, communicator.timeout_s)
         count_bytes_of(communicator.group, transport)
-    return transport
+    return communicator.host_exchange.transport
 
 
 def transport_bytes(group: Any) -> tuple[list[int], list[int]]:
@@ -213,10 +220,11 @@ class _PlannedAttention(PyLayer):
         k: paddle.Tensor,
         v: paddle.Tensor,
         run: RankRun,
+        communicator: Communicator | None,
         reduce_dtype: str,
         keep_gathered: bool,
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        ctx.run, ctx.reduce_dtype = run, reduce_dtype
+        ctx.run, ctx.communicator, ctx.reduce_dtype = run, communicator, reduce_dtype
         ctx.is_wanted = tuple(not x.stop_gradient for x in (q, k, v))
         dense = [x.detach().contiguous() for x in (q, k, v)]
         out = paddle.zeros([*q.shape[:3], v.shape[3]], q.dtype)  # [b, s_local, h_q, d_v]
@@ -235,7 +243,8 @@ class _PlannedAttention(PyLayer):
             _guarded(ctx.run, check_unwritten, name, x, version)
         wire_dtype = np.dtype(np.float32) if ctx.reduce_dtype == "float32" else saved.k.dtype
         given = [dout.detach().contiguous(), dlse.astype("float32").contiguous()]
-        grads = _guarded(ctx.run, ctx.run.backward, saved, *map(cpu_rows.view_of, given), wire_dtype)
+        with _one_call(ctx.communicator):
+            grads = _guarded(ctx.run, ctx.run.backward, saved, *map(cpu_rows.view_of, given), wire_dtype)
         return tuple(
             _tensor_of(cpu_rows.from_float32(grad, saved.q.dtype), dtype) if is_wanted else None
             for grad, is_wanted in zip(grads, ctx.is_wanted, strict=True)

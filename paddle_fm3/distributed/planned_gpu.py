@@ -34,8 +34,8 @@ from paddle_fm3.distributed.mask_guard import DeviceArray, Kept, MaskGuard
 from paddle_fm3.distributed.paddle_device import PaddleDevice, address_of, array_of, spans_of
 from paddle_fm3.distributed.prepared import PreparedCache, check_unwritten, is_read_each_time
 from paddle_fm3.distributed.record_exchange import RecordExchange
-from paddle_fm3.distributed.trace import Trace
 from paddle_fm3.distributed.rendezvous import connect, machine_name
+from paddle_fm3.distributed.trace import Trace
 from paddle_fm3.distributed.transport import TransportError
 
 Describe = Callable[[], agreement.Record]

@@ -6,45 +6,37 @@ group. So the rows of a plan travel over plain TCP connections, one for each pai
 and served by one thread: no order of calls can deadlock, and no byte moves that the plan does not name.
 
 A message is a header (phase, tag, length) and raw bytes; nothing is unpickled. It goes straight into the memory that
-the receiver posted for (phase, tag); until it is posted, the connection is not read. Sockets are bound to loopback
-unless FM3_TRANSPORT_ADDRESS names another address of this machine, and a peer must show the token that was handed
-out through the group's own collectives.
+the receiver posted for (phase, tag); until it is posted, the connection is not read. `rendezvous.py` makes the
+connections.
 """
 
 from __future__ import annotations
 
 import atexit
-import hmac
-import os
-import platform
-import secrets
 import selectors
 import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-from paddle_fm3 import env
 from paddle_fm3.distributed.trace import now_us
 
 _HEADER = struct.Struct("<4sIIQ")  # magic, phase, tag, payload bytes
-_HELLO = struct.Struct("<8sI16s")  # magic, rank of the caller, token of the called
-_MAGIC, _END_MAGIC, _HELLO_MAGIC = b"FM3m", b"FM3x", b"FM3hello"
+_MAGIC, _END_MAGIC = b"FM3m", b"FM3x"
 _MAX_BYTES_A_CALL = 1 << 20  # so that one connection does not keep the thread from the others
 _MAX_PARTS_A_CALL = 64
-_HELLO_TIMEOUT_S = 2.0
 _MAX_REASON_BYTES = 1000
 _END_TIMEOUT_S = 1.0
+# What a phase moves. Phase numbers hold it, so that ranks which do different things are found out.
+RECORDS, KEY_ROWS, GRAD_ROWS = "comparison of the ranks' arguments", "K/V rows", "dK/dV sums"
+_PHASE_KINDS = (RECORDS, KEY_ROWS, GRAD_ROWS)
 
 Parts = list[memoryview]  # contiguous bytes, in order
 OnDone = Callable[[float], None]  # called with the time (trace.now_us) of the message's first byte
-Record = dict[str, Any]
 
 
 class TransportError(RuntimeError):
@@ -73,11 +65,15 @@ class _Peer:
         self.incoming: _Message | None = None
 
 
+def _is_of_rows(message: _Message) -> bool:
+    return message.phase % len(_PHASE_KINDS) != _PHASE_KINDS.index(RECORDS)
+
+
 class TcpTransport:
     """Connections of this rank to all others. Post from any thread; callbacks run on the communication thread.
 
     Attributes:
-        sent_bytes, received_bytes: payload bytes so far, by peer; counted where the socket takes or gives them.
+        sent_bytes, received_bytes: bytes of rows so far, by peer; counted where the socket takes or gives them.
     """
 
     def __init__(self, rank: int, connections: dict[int, socket.socket]) -> None:
@@ -89,6 +85,7 @@ class TcpTransport:
         self.changed = threading.Condition()  # notified after every callback and on failure
         self.last_progress_s = time.monotonic()
         self._num_phases = 0
+        self._recent_phases: deque[int] = deque(maxlen=4)
         self._peers = {peer: _Peer(peer, connection) for peer, connection in connections.items()}
         self._calls: deque[Callable[[], None]] = deque()
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -106,10 +103,12 @@ class TcpTransport:
 
     # --- any thread ------------------------------------------------------------------------------
 
-    def next_phase(self) -> int:
-        """A number for one exchange of messages. Every rank must start its phases in the same order."""
+    def next_phase(self, kind: str) -> int:
+        """A number for one exchange of messages. Every rank must start the same kinds of phases in the same order."""
         self._num_phases += 1
-        return self._num_phases
+        phase = self._num_phases * len(_PHASE_KINDS) + _PHASE_KINDS.index(kind)
+        self._recent_phases.append(phase)
+        return phase
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Runs ``call`` on the communication thread."""
@@ -282,7 +281,8 @@ class TcpTransport:
             return
         if not peer.is_sending:
             peer.is_sending, message.begin_us = True, now_us()
-        self.sent_bytes[peer.rank] += num_sent
+        is_counted = _is_of_rows(message)
+        self.sent_bytes[peer.rank] += num_sent * is_counted
         self.last_progress_s = time.monotonic()
         while num_sent:
             taken = min(num_sent, message.parts[0].nbytes)
@@ -292,7 +292,7 @@ class TcpTransport:
             else:
                 message.parts[0] = message.parts[0][taken:]
         if not message.parts:
-            self.sent_bytes[peer.rank] -= _HEADER.size  # payload only
+            self.sent_bytes[peer.rank] -= _HEADER.size * is_counted
             peer.sends.popleft()
             peer.is_sending = False
             self._watch(peer)
@@ -318,7 +318,7 @@ class TcpTransport:
             self._accept_header(peer)
             self._watch(peer)
             return
-        if peer.incoming.phase:
+        if _is_of_rows(peer.incoming):
             self.received_bytes[peer.rank] += num_read
         parts = peer.incoming.parts
         if num_read == parts[0].nbytes:
@@ -342,6 +342,7 @@ class TcpTransport:
             raise TransportError(f"rank {peer.rank} sent {magic!r} where a header was due")
         message = peer.posted.get((phase, tag))
         if message is None:
+            self._check_kind(peer, phase)
             return
         wanted = sum(part.nbytes for part in message.parts)
         if wanted != num_bytes:
@@ -354,6 +355,17 @@ class TcpTransport:
         if not message.parts:
             self._finish_incoming(peer)
 
+    def _check_kind(self, peer: _Peer, phase: int) -> None:
+        """A message that nobody here waits for yet must be of a phase that this rank will come to."""
+        theirs = divmod(phase, len(_PHASE_KINDS))
+        for number, kind in (divmod(own, len(_PHASE_KINDS)) for own in tuple(self._recent_phases)):
+            if number == theirs[0] and kind != theirs[1]:
+                raise TransportError(
+                    f"rank {peer.rank} is at '{_PHASE_KINDS[theirs[1]]}' while rank {self.rank} is at "
+                    f"'{_PHASE_KINDS[kind]}': the ranks do not make the same calls in the same order (has only one of "
+                    "them met an exception?)"
+                )
+
     def _was_told(self, reason: bytearray, _begin_us: float) -> None:
         self._fail(reason.decode(errors="replace"))
 
@@ -365,98 +377,3 @@ class TcpTransport:
     def _done(self, message: _Message) -> None:
         message.on_done(message.begin_us)
         self._notify()
-
-
-def connect(rank: int, num_ranks: int, exchange: Callable[[Record], list[Record]], timeout_s: float) -> TcpTransport:
-    """Connects every pair of ranks. Collective.
-
-    Args:
-        exchange: hands this rank's small record to all and returns everyone's, by rank.
-
-    Raises:
-        TransportError: the same on every rank if one cannot listen, or the ranks are on several machines and an
-            address is missing; else what this rank met within timeout_s.
-    """
-    address = env.transport_address()
-    token = secrets.token_bytes(16)
-    record: Record = {"error": None, "address": address, "token": token.hex(), "machine": machine_name()}
-    listener: socket.socket | None = None
-    try:
-        listener = socket.create_server((address, 0), backlog=num_ranks)
-        record["port"] = listener.getsockname()[1]
-    except OSError as error:
-        record["error"] = f"rank {rank} cannot listen at {address}: {error}"
-    records = exchange(record)
-    errors = [other["error"] for other in records if other["error"]]
-    if not errors and len({other["machine"] for other in records}) > 1:
-        lonely = [r for r, other in enumerate(records) if other["address"].startswith("127.")]
-        if lonely:
-            errors = [
-                f"the ranks run on several machines; set FM3_TRANSPORT_ADDRESS to the address of the network to use "
-                f"on rank {', '.join(map(str, lonely))}"
-            ]
-    if errors or listener is None:
-        if listener is not None:
-            listener.close()
-        raise TransportError("; ".join(errors))
-    deadline_s = time.monotonic() + timeout_s
-    connections: dict[int, socket.socket] = {}
-    try:
-        with listener:
-            for peer in range(rank):
-                connections[peer] = _call(records[peer], rank, deadline_s)
-            for peer, connection in _answer(listener, range(rank + 1, num_ranks), token, deadline_s):
-                connections[peer] = connection
-    except OSError as error:
-        for connection in connections.values():
-            connection.close()
-        missing = [peer for peer in range(num_ranks) if peer != rank and peer not in connections]
-        raise TransportError(
-            f"rank {rank} has no connection to rank {', '.join(map(str, missing))} within {timeout_s:g} s: {error}"
-        ) from error
-    return TcpTransport(rank, connections)
-
-
-def machine_name() -> str:
-    """Names this machine and its run since boot; two ranks with the same name share it."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return f"{platform.node()} {boot_id.read_text().strip() if os.access(boot_id, os.R_OK) else ''}"
-
-
-def _call(record: Record, rank: int, deadline_s: float) -> socket.socket:
-    left_s = max(deadline_s - time.monotonic(), 0.1)
-    connection = socket.create_connection((record["address"], record["port"]), left_s)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(_HELLO.pack(_HELLO_MAGIC, rank, bytes.fromhex(record["token"])))
-    return connection
-
-
-def _answer(
-    listener: socket.socket, peers: Iterable[int], token: bytes, deadline_s: float
-) -> Iterable[tuple[int, socket.socket]]:
-    missing = set(peers)
-    while missing:
-        listener.settimeout(max(deadline_s - time.monotonic(), 0.1))
-        connection, _ = listener.accept()
-        magic, peer, shown = _HELLO.unpack(_read_hello(connection))
-        if magic != _HELLO_MAGIC or peer not in missing or not hmac.compare_digest(shown, token):
-            connection.close()  # a stranger
-            continue
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        missing.remove(peer)
-        yield peer, connection
-
-
-def _read_hello(connection: socket.socket) -> bytes:
-    """The first bytes of a caller; zeros if they do not come at once, as a peer's do."""
-    connection.settimeout(_HELLO_TIMEOUT_S)
-    hello = b""
-    try:
-        while len(hello) < _HELLO.size:
-            piece = connection.recv(_HELLO.size - len(hello))
-            if not piece:
-                break
-            hello += piece
-    except OSError:
-        pass
-    return hello.ljust(_HELLO.size, b"\0")

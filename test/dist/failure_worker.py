@@ -32,13 +32,16 @@ def call(group: Any, rows: int, **changes: Any) -> Any:
     q.stop_gradient = options.get("stop_gradient", False)
     if options.get("flat"):
         q = q.flatten()
+    if options.get("no_tensor"):
+        q = None
     columns = S if options["whole"] else rows
     bounds = paddle.full([1, 1, columns, 1], options["bound"], "int32")
     if options.get("bound_dtype"):
         bounds = bounds.astype(options["bound_dtype"])
     return flashmask_cp_attention(
         q, q, q, bounds, causal=options["causal"], group=group, timeout_s=TIMEOUT_S,
-        strategy=options.get("strategy", "dual_chunk"),
+        strategy=options.get("strategy", "dual_chunk"), softmax_scale=options.get("softmax_scale"),
+        reduce_dtype=options.get("reduce_dtype", "float32"),
     )  # fmt: skip
 
 
@@ -50,6 +53,10 @@ DISAGREEMENTS: dict[str, dict[str, Any]] = {
     "mask content": {"bound": S // 2},
     "strategy": {"strategy": "contiguous"},
     "gradients": {"stop_gradient": True},
+    "no tensor": {"no_tensor": True},
+    "scale": {"softmax_scale": "x"},
+    "reduce_dtype": {"reduce_dtype": "fp32"},
+    "long name": {"strategy": "語" * 1000},
     "own error": {"flat": True},
     "bounds dtype": {"bound_dtype": "int64"},
     "rows": {"extra_rows": 1},

@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from paddle_fm3.distributed import transport as module
+from paddle_fm3.distributed import rendezvous
 from paddle_fm3.distributed.record_exchange import RecordExchange
-from paddle_fm3.distributed.transport import TcpTransport, TransportError, connect
+from paddle_fm3.distributed.rendezvous import connect
+from paddle_fm3.distributed.transport import TcpTransport, TransportError
 
 BIG = 3_000_001  # bytes: more than the sockets' buffers hold
 
@@ -135,18 +136,35 @@ class Ranks:
             self.results[rank] = str(error)
 
 
-def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_HELLO_TIMEOUT_S", 0.2)
+def test_strangers_are_turned_away_and_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent, talkative, slow and lying ones, and more of them than may wait, ahead of the ranks and among them."""
+    monkeypatch.setattr(rendezvous, "_MAX_CALLERS", 8)
     ranks = Ranks(3)
-    strangers = []
+    strangers: list[socket.socket] = []
+    is_over = threading.Event()
+    hellos = [b"", b"GET / HTTP/1.1\r\n\r\n" * 3, bytes(1 << 16), rendezvous._HELLO.pack(b"FM3hello", 1, bytes(16))]
+
+    def drip(stranger: socket.socket) -> None:
+        while not is_over.wait(0.05):
+            try:
+                stranger.send(b"F")
+            except OSError:
+                return
 
     def intrude(records: list[dict]) -> None:
-        for hello in (b"", b"GET / HTTP/1.1\r\n\r\n" * 3, module._HELLO.pack(b"FM3hello", 1, bytes(16))):
+        for hello in [*hellos, *[b""] * 6]:
             strangers.append(socket.create_connection((records[0]["address"], records[0]["port"]), 2))
-            strangers[-1].sendall(hello)
+            try:
+                strangers[-1].sendall(hello)
+            except OSError:
+                pass  # closed already
+        threading.Thread(target=drip, args=(strangers[-1],), daemon=True).start()
 
     ranks.before_calls = intrude
+    began_s = time.monotonic()
     transports = ranks.run()
+    is_over.set()
+    assert time.monotonic() - began_s < 3
     received = [np.zeros(2, np.uint8) for _ in range(3)]
     for rank, transport in enumerate(transports):
         assert isinstance(transport, TcpTransport), transport
@@ -164,6 +182,9 @@ def test_listens_on_loopback_unless_told(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("FM3_TRANSPORT_ADDRESS", "192.0.2.1")  # reserved for documentation: nobody has it
     said = Ranks(2).run()
     assert said[0] == said[1] and "rank 0 cannot listen at 192.0.2.1" in said[0]
+    monkeypatch.setenv("FM3_TRANSPORT_ADDRESS", "0.0.0.0")
+    said = Ranks(2).run()
+    assert said[0] == said[1] and "FM3_TRANSPORT_ADDRESS=0.0.0.0 is no address that others can call" in said[0]
 
 
 def test_several_machines_need_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
