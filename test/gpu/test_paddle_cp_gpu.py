@@ -34,7 +34,7 @@ pytestmark = [
 ]
 
 
-def launch(mode: str, transport: str, work_dir: Path) -> tuple[int, list[str], float]:
+def launch(mode: str, transport: str, work_dir: Path, worker: Path = WORKER) -> tuple[int, list[str], float]:
     """Exit code of the launcher, each rank's log, and the seconds it took."""
     environment = {name: value for name, value in os.environ.items() if not re.match("PADDLE_|FLAGS_", name)}
     paths = [str(ROOT), str(ROOT / "test" / "dist"), environment.get("PYTHONPATH", "")]
@@ -42,7 +42,7 @@ def launch(mode: str, transport: str, work_dir: Path) -> tuple[int, list[str], f
     devices = ",".join(map(str, range(NUM_GPUS)))
     command = [
         sys.executable, "-m", "paddle.distributed.launch", "--devices", devices, "--log_dir", str(work_dir / "log"),
-        str(WORKER), mode,
+        str(worker), mode,
     ]  # fmt: skip
     began = time.monotonic()
     with (work_dir / "launcher.log").open("w") as output:
@@ -89,3 +89,10 @@ def test_a_mask_refilled_unseen_is_refused_on_every_rank(transport: str, tmp_pat
     for log in logs:
         assert "stale outputs are NaN" in log and "second step done" not in log, tails(logs)
         assert "the mask of an earlier call was written to after it had been prepared" in log, tails(logs)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_training_steps_agree(transport: str, tmp_path: Path) -> None:
+    """Another mask, and so another plan, each step."""
+    exit_code, logs, _ = launch("train", transport, tmp_path, WORKER.with_name("paddle_training_worker.py"))
+    assert exit_code == 0 and all(log.rstrip().endswith("passed") for log in logs), tails(logs)
