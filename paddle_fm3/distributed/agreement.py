@@ -31,6 +31,7 @@ SHARED_FIELDS = {
     "partition": "partition (digest)",
     "strategy": "strategy",
     "topology": "topology",
+    "block_mask": "block_mask (digest)",
 }
 
 

@@ -200,6 +200,7 @@ def flashmask_cp_attention(
             "causal": causal,
             **dict(zip(("softmax_scale", "deterministic", "reduce_dtype", "keep_gathered"), settings, strict=True)),
             **_cut(partition, strategy, plan, topology),
+            "block_mask": None if block_mask is None else digest_of(block_mask.numpy()),
             "is_prepared": mask_digest is not None,
             "mask_digest": mask_digest or content_digest(startend_row_indices, causal, block_mask),
         }
@@ -289,5 +290,9 @@ def _cut(
     planned = _planned_strategy(strategy)
     if planned is not None:
         name = f"{planned.name} ({digest_of(planned)})"
-        return {"partition": given, "strategy": name, "topology": None if topology is None else str(topology)[-200:]}
+        return {"partition": given, "strategy": name, "topology": _shown(topology)}
     return {"partition": given, "strategy": strategy if given is None else None}
+
+
+def _shown(topology: Topology | None) -> str | None:
+    return None if topology is None else f"{topology.num_nodes} nodes ({digest_of(topology)})"

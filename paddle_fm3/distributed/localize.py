@@ -113,6 +113,8 @@ def _local_block_mask(
 ) -> Int32Array | None:
     if mask_global.block_mask is None:
         return None
+    begins = partition.chunk_begins_global
+    _whole_tiles(list(zip(begins, begins[1:], strict=False)), partition.s, "chunk")  # of all ranks: all refuse, or none
     q_tiles = _whole_tiles(partition.chunks_of(rank), partition.s, "chunk")
     ranges = [(begin, begin + columns) for begin, columns in np.asarray(key_ranges).tolist()]
     k_tiles = _whole_tiles(ranges, mask_global.s_k, "key range")

@@ -48,7 +48,13 @@ class Partition:
         return len(self.chunk_ranks)
 
     def chunks_of(self, rank: int) -> list[tuple[int, int]]:
-        """``(begin_global, end_global)`` of the rank's chunks, ascending."""
+        """``(begin_global, end_global)`` of the rank's chunks, ascending.
+
+        Raises:
+            ValueError: no such rank.
+        """
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"Partition: rank={rank} is not in [0, {self.num_ranks})")
         begins = self.chunk_begins_global
         return [(begins[i], begins[i + 1]) for i, owner in enumerate(self.chunk_ranks) if owner == rank]
 
@@ -76,6 +82,10 @@ LAYOUTS = {"dual_chunk": dual_chunk_partition, "contiguous": contiguous_partitio
 
 
 def _assigned(s: int, num_ranks: int, ranks: list[int]) -> Partition:
+    for name, value in (("s", s), ("num_ranks", num_ranks)):
+        if not isinstance(value, (int, np.integer)) or value < 1:
+            raise ValueError(f"Partition: {name}={value!r} must be a whole number >= 1")
+    s, num_ranks = int(s), int(num_ranks)
     begins = [s * chunk_id // len(ranks) for chunk_id in range(len(ranks) + 1)]
     kept = [chunk_id for chunk_id in range(len(ranks)) if begins[chunk_id] < begins[chunk_id + 1]]
     return Partition(tuple(begins[chunk_id] for chunk_id in kept) + (s,), tuple(ranks[c] for c in kept), num_ranks)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -326,7 +327,7 @@ class CpPlan:
         if data[:8] != _MAGIC:
             raise ValueError(f"CpPlan.from_bytes: starts with {data[:8]!r}, not {_MAGIC!r}")
         head_end = 16 + int.from_bytes(data[8:16], "little")
-        try:
+        with _damage_is_value_error(f"CpPlan.from_bytes: {len(data)} bytes"):
             head = json.loads(data[16:head_end])
             at, arrays = head_end, {}
             for name in _ARRAYS:
@@ -335,9 +336,7 @@ class CpPlan:
                 count = int(np.prod(shape))
                 arrays[name] = np.frombuffer(data, dtype, count, at).reshape(shape).copy()
                 at += count * dtype.itemsize
-        except (UnicodeDecodeError, ValueError, KeyError) as error:
-            raise ValueError(f"CpPlan.from_bytes: damaged after {len(data)} bytes: {error}") from error
-        return cls._from_parts(head, arrays)
+            return cls._from_parts(head, arrays)
 
     def to_json(self) -> str:
         arrays = {name: getattr(self, name).tolist() for name in _ARRAYS}
@@ -346,13 +345,14 @@ class CpPlan:
     @classmethod
     def from_json(cls, text: str) -> CpPlan:
         """Raises ValueError if the text is not a plan or was changed."""
-        head = json.loads(text)
-        widths = {"key_ranges": 2, "gather": 8, "reduce": 8, "chunk_tiles": 2}
-        arrays = {}
-        for name in _ARRAYS:
-            array = np.asarray(head["arrays"][name], np.int64 if name.startswith("chunk") else np.int32)
-            arrays[name] = array.reshape(-1, widths[name]) if name in widths else array
-        return cls._from_parts(head, arrays)
+        with _damage_is_value_error(f"CpPlan.from_json: {len(text)} characters"):
+            head = json.loads(text)
+            widths = {"key_ranges": 2, "gather": 8, "reduce": 8, "chunk_tiles": 2}
+            arrays = {}
+            for name in _ARRAYS:
+                array = np.asarray(head["arrays"][name], np.int64 if name.startswith("chunk") else np.int32)
+                arrays[name] = array.reshape(-1, widths[name]) if name in widths else array
+            return cls._from_parts(head, arrays)
 
     @classmethod
     def _from_parts(cls, head: dict[str, Any], arrays: dict[str, Any]) -> CpPlan:
@@ -374,6 +374,15 @@ class CpPlan:
                 f"CpPlan: content hashes to {plan.plan_hash}, but it says {head['plan_hash']}: damaged or changed"
             )
         return plan
+
+
+@contextmanager
+def _damage_is_value_error(who: str) -> Iterator[None]:
+    """Whatever goes wrong in reading a plan has one cause for the reader: these are not the plan's bytes."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"{who} are no plan, or damaged: {type(error).__name__}: {error}") from error
 
 
 def mask_digest(mask: ColumnMask) -> str:

@@ -85,13 +85,22 @@ def plan_attention(
             `build_plan`.
 
     Raises:
-        ValueError: as `build_plan`; or neither startend_row_indices nor s.
+        ValueError: as `build_plan`; neither startend_row_indices nor s, or another s; no such shape.
     """
     bounds, tiles = (
         x.numpy() if isinstance(x, paddle.Tensor) else x for x in (startend_row_indices, block_mask)
     )  # [b, h_mask, s, n], [b, h_mask, s/128, s/128]
     if bounds is None and s is None:
         raise ValueError("plan_attention: without startend_row_indices the length s must be given")
+    if bounds is not None:
+        if not isinstance(bounds, np.ndarray) or bounds.ndim != 4:
+            shown = list(bounds.shape) if isinstance(bounds, np.ndarray) else type(bounds).__name__
+            raise ValueError(
+                f"plan_attention: startend_row_indices is {shown}; expected int32 [b, h_mask, s, n] as a paddle.Tensor "
+                "or NumPy array, which a ColumnMask gives by to_bounds()[0]"
+            )
+        if s not in (None, bounds.shape[2]):
+            raise ValueError(f"plan_attention: s={s}; startend_row_indices has s={bounds.shape[2]} key columns")
     length = s if bounds is None else bounds.shape[2]
     mask = global_mask(bounds, causal, Partition((0, length), (0,), 1), b, tiles)
     return _plans.get(

@@ -30,9 +30,9 @@ def shard_rows(x: paddle.Tensor, partition: Partition, rank: int, axis: int = 1)
         axis: the sequence axis.
 
     Raises:
-        ValueError: the axis does not have partition.s entries.
+        ValueError: the axis does not have partition.s entries; no such axis or rank.
     """
-    axis = axis % len(x.shape)
+    axis = _axis_of("shard_rows", x, axis)
     if x.shape[axis] != partition.s:
         raise ValueError(
             f"shard_rows: x.shape is {x.shape}; axis {axis} must have the partition's s={partition.s} rows"
@@ -54,15 +54,45 @@ def unshard_rows(
         group: Paddle group; None finds fleet's context-parallel or sep group.
         axis: the sequence axis.
         timeout_s: longest wait for another rank.
+
+    Raises:
+        ValueError: the partition is for another number of ranks; a rank brings other rows than its own; the ranks
+            disagree in shape or dtype. The same message on every rank.
+        CommError: a rank did not arrive within timeout_s.
     """
+    axis = _axis_of("unshard_rows", x, axis)
     group = groups.resolve_group(group)
-    if group is None:
+    communicator = None if group is None else communicator_for(group, timeout_s)
+    _check_rows(x, partition, communicator, axis)
+    if communicator is None:
         return x
-    order = [axis % len(x.shape)] + [i for i in range(len(x.shape)) if i != axis % len(x.shape)]
+    order = [axis] + [i for i in range(len(x.shape)) if i != axis]
     back = [order.index(i) for i in range(len(order))]
     rows_first = paddle.transpose(x, order).unsqueeze(0)  # [1, s_local, ...]
-    whole = _GatherRows.apply(rows_first, partition, communicator_for(group, timeout_s))  # [1, s, ...]
+    whole = _GatherRows.apply(rows_first, partition, communicator)  # [1, s, ...]
     return paddle.transpose(whole.squeeze(0), back)
+
+
+def _check_rows(x: paddle.Tensor, partition: Partition, communicator: Communicator | None, axis: int) -> None:
+    other_axes = [size for at, size in enumerate(x.shape) if at != axis]
+    record = {"rows": x.shape[axis], "rest": f"{other_axes} of {x.dtype}", "axis": axis}
+    what = "comparison of shapes"
+    records = [record] if communicator is None else communicator.exchange(record, what)
+    rows, wanted = [r["rows"] for r in records], [partition.num_rows(rank) for rank in range(partition.num_ranks)]
+    if rows != wanted:
+        raise ValueError(
+            f"unshard_rows: rows by rank on axis {axis} are {rows}; the partition of s={partition.s} for "
+            f"{partition.num_ranks} ranks wants {wanted}"
+        )
+    if any(r["rest"] != record["rest"] or r["axis"] != axis for r in records):
+        shapes = ", ".join(f"axis {r['axis']}, others {r['rest']} on rank {at}" for at, r in enumerate(records))
+        raise ValueError(f"unshard_rows: the ranks disagree: {shapes}")
+
+
+def _axis_of(who: str, x: paddle.Tensor, axis: int) -> int:
+    if not -len(x.shape) <= axis < len(x.shape):
+        raise ValueError(f"{who}: axis={axis} of x.shape {list(x.shape)}")
+    return axis % len(x.shape)
 
 
 class _GatherRows(PyLayer):

@@ -21,11 +21,13 @@ import paddle.distributed as dist
 from paddle_fm3.distributed import cpu_rows, groups
 from paddle_fm3.distributed.attention import flashmask_cp_attention
 from paddle_fm3.distributed.comm import CommError
+from paddle_fm3.distributed.partition import contiguous_partition
 from paddle_fm3.distributed.planned import plan_attention
+from paddle_fm3.distributed.shard import unshard_rows
 
 TIMEOUT_S = 3.0
 S = 96
-MODES = ("other plan", "other mask", "kernel fails", "stalled", "killed")
+MODES = ("other plan", "other mask", "other rows", "kernel fails", "skips backward", "late", "stalled", "killed")
 
 
 def forward(group: Any, strategy: str = "fm3_no_pruning", bound: int = S) -> paddle.Tensor:
@@ -40,12 +42,21 @@ def forward(group: Any, strategy: str = "fm3_no_pruning", bound: int = S) -> pad
 
 
 def act(mode: str, group: Any) -> None:
-    if group.rank != 1:
+    if mode == "other rows":
+        num_rows = (S // 3) + (group.rank == 1)
+        unshard_rows(paddle.ones([1, num_rows]), contiguous_partition(S, 3), group, timeout_s=TIMEOUT_S)
+    elif group.rank != 1:
         forward(group).sum().backward()
     elif mode == "other plan":
         forward(group, strategy="ring")
     elif mode == "other mask":
         forward(group, bound=50)
+    elif mode == "skips backward":  # as a rank does that catches an exception of its own and goes on
+        forward(group)
+        forward(group)
+    elif mode == "late":
+        time.sleep(TIMEOUT_S + 2)
+        forward(group)
     elif mode == "kernel fails":
         out = forward(group)
         kept, cpu_rows.backward = cpu_rows.backward, broken

@@ -39,6 +39,28 @@ def test_disagreement_is_one_message_on_every_rank(reports: list, mode: str, wor
     assert errors.pop().startswith(f"ValueError: flashmask_cp_attention: {words}")
 
 
+def test_rows_of_another_length_are_refused_on_every_rank(reports: list) -> None:
+    said = "ValueError: unshard_rows: rows by rank on axis 1 are [32, 33, 32]; the partition of s=96 for 3 ranks wants "
+    assert [report["other rows"][1] for report in reports] == [f"{said}[32, 32, 32]"] * 3
+
+
+def test_ranks_that_make_different_calls_are_told_at_once(reports: list) -> None:
+    for report in reports:
+        seconds, error = report["skips backward"]
+        assert seconds < TIMEOUT_S and error.startswith("CommError: context parallelism: "), error
+        assert "'comparison of the ranks' arguments' while rank" in error or "'dK/dV sums' while rank" in error, error
+        assert "the ranks do not make the same calls in the same order" in error, error
+
+
+def test_a_rank_that_comes_late_to_a_step_is_named(reports: list) -> None:
+    """And the groups of the following cases work: nothing is stuck in gloo, which knows no timeouts but its own."""
+    said = "gave up on 'comparison of shapes, masks and plans': no byte for 3 s; missing: rank 1 (dead or stalled)"
+    for rank in (0, 2):
+        seconds, error = reports[rank]["late"]
+        assert said in error and TIMEOUT_S - 1 < seconds < TIMEOUT_S + 5, error
+    assert said in reports[1]["late"][1]
+
+
 def test_a_failing_kernel_is_reported_by_every_rank(reports: list) -> None:
     said = "rank 1 stopped: RuntimeError: broken kernel"
     assert reports[1]["kernel fails"][1] == "RuntimeError: broken kernel"

@@ -89,6 +89,26 @@ def test_damage_is_noticed() -> None:
         CpPlan.from_json(json.dumps(text))
 
 
+def test_no_bytes_do_anything_but_raise_value_error() -> None:
+    data, text = plan().to_bytes(), json.loads(plan().to_json())
+    rng = np.random.default_rng(0)
+    head_end = 16 + int.from_bytes(data[8:16], "little")
+    for _ in range(300):
+        hostile = bytearray(data)
+        for at in rng.integers(8, head_end if rng.integers(2) else len(data), 3):
+            hostile[at] = rng.integers(256)
+        if hostile != data:
+            with pytest.raises(ValueError, match="no plan, or damaged"):
+                CpPlan.from_bytes(bytes(hostile[: len(data) if rng.integers(2) else rng.integers(8, len(data))]))
+    wrong = (None, -1, 10**30, "x", [], {}, [[1]], "[" * 10_000)
+    for changes in ({field: value} for field in text for value in wrong if value != text[field]):
+        with pytest.raises(ValueError, match="no plan, or damaged"):
+            CpPlan.from_json(json.dumps(text | changes))
+    for other in ("", "null", "[]", "[" * 100_000):
+        with pytest.raises(ValueError, match="no plan, or damaged"):
+            CpPlan.from_json(other)
+
+
 def test_frozen_and_printable() -> None:
     with pytest.raises(FrozenInstanceError):
         plan().num_stages = 3  # type: ignore[misc]
