@@ -4,10 +4,9 @@
 A power-limited chip is slower hot than cold, and faster right after work that needs little power. So, after half a
 second of heating with the first implementation, each one's forward and then its backward run alone for a while,
 untimed until the chip is as hot as that work makes it, then timed by CUDA events between calls that are
-enqueued ahead of the device; all implementations take two turns (calls of a case that last long: one), the second in
-the opposite order. A total is forward plus backward. Clock and power are sampled meanwhile. Before that every output is
-compared with fp32: all rows and keys of the first and the last key/value head and their query heads (with grouped
-queries of the first one only).
+enqueued ahead of the device; all implementations take two turns, the second in the opposite order. A total is forward
+plus backward. Clock and power are sampled meanwhile. Before that every output is compared with fp32: all rows and keys
+of the first and the last key/value head and their query heads (with grouped queries of the first one only).
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ COLUMNS = {
 }  # fmt: skip
 HEATING_S = 0.5
 TURNS, WARM_S, TIMED_S = 2, 0.06, 0.08  # of each implementation and phase
-LONG_S = 0.25  # forward and backward together; longer calls take one turn and need no warming
-MIN_CALLS, MAX_CALLS = 3, 40  # timed in a turn
+LONG_S, LONG_TIMED_S = 0.1, 0.7  # forward and backward together: longer calls warm the chip themselves
+MIN_CALLS, MAX_CALLS = 3, 40  # timed in a turn; long calls may be fewer
 MAX_RELATIVE_ERROR = 5e-3  # in the Frobenius norm, against fp32; rounding P, dS and the result to bf16 gives 2.4e-3
 _WAIT_CYCLES = 2_000_000  # about a millisecond: longer than the host takes to enqueue a call
 
@@ -180,13 +179,13 @@ def time_in_turns(
     `repeats`: timed calls in a turn, by default what fits in TIMED_S.
     """
     duration_s = heat(lambda: _both(next(iter(attentions.values()))), HEATING_S)
-    is_long = duration_s > LONG_S
+    num_long = None if duration_s < LONG_S else min(max(1, round(LONG_TIMED_S / duration_s)), MIN_CALLS)
     times: dict[str, dict[str, list[float]]] = {impl: {"fwd": [], "bwd": []} for impl in attentions}
     draws: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for turn in range(1 if is_long else TURNS):
+    for turn in range(TURNS):
         for impl, attention in list(attentions.items())[:: -1 if turn % 2 else 1]:
             for phase, call in (("fwd", attention.forward), ("bwd", attention.backward)):
-                times_ms, begin_s = time_block(call, repeats, is_long)
+                times_ms, begin_s = time_block(call, repeats, num_long)
                 times[impl][phase] += times_ms
                 draw = power and power.between(begin_s, time.perf_counter())
                 if draw:
@@ -205,12 +204,15 @@ def time_in_turns(
     return stats, {key: {"sm_mhz": round(mhz), "watts": round(watts)} for key, (mhz, watts) in means.items()}
 
 
-def time_block(call: Call, repeats: int | None, is_long: bool) -> tuple[list[float], float]:
-    """Milliseconds of calls that follow each other without a gap, and when they began (perf_counter)."""
-    num_calls = repeats or MIN_CALLS
-    if not is_long:
-        duration_s = heat(call, WARM_S)
-        num_calls = repeats or min(max(MIN_CALLS, int(TIMED_S / duration_s)), MAX_CALLS)
+def time_block(call: Call, repeats: int | None, num_long: int | None) -> tuple[list[float], float]:
+    """Milliseconds of calls that follow each other without a gap, and when they began (perf_counter).
+
+    `num_long`: how many of calls that need no warming.
+    """
+    if num_long is None:
+        num_calls = repeats or min(max(MIN_CALLS, int(TIMED_S / heat(call, WARM_S))), MAX_CALLS)
+    else:
+        num_calls = repeats or num_long
     events = [torch.cuda.Event(enable_timing=True) for _ in range(num_calls + 1)]
     begin_s = time.perf_counter()
     torch.cuda._sleep(_WAIT_CYCLES)
