@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""testing/gpu_power.py: what of the samples counts, and a machine without NVML."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+import pytest
+
+from paddle_fm3.testing.gpu_power import PowerLog
+
+
+class FakeNvml:
+    """Answers as the driver does: 1500 MHz, 690 W."""
+
+    def nvmlInit_v2(self) -> int:  # noqa: N802
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, device_idx: int, device: object) -> int:  # noqa: N802
+        return 0
+
+    def nvmlDeviceGetClockInfo(self, device: object, kind: int, clock: object) -> int:  # noqa: N802
+        clock._obj.value = 1500
+        return 0
+
+    def nvmlDeviceGetFieldValues(self, device: object, count: int, field: object) -> int:  # noqa: N802
+        assert field._obj.field_id == 186
+        field._obj.value_type, field._obj.value = 1, 690_000 | 7 << 32  # an unsigned int in a wider union
+        return 0
+
+
+def test_without_nvml_there_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", fail)
+    begin = time.perf_counter()
+    with PowerLog() as log:
+        time.sleep(0.03)
+    assert log.between(begin, time.perf_counter()) is None
+
+
+def test_only_samples_of_the_interval_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeNvml())
+    begin = time.perf_counter()
+    with PowerLog() as log:
+        while log.between(begin, time.perf_counter()) is None:
+            assert time.perf_counter() < begin + 10
+            time.sleep(0.01)
+    assert log.between(begin, time.perf_counter()) == (1500, 690.0)
+    assert log.between(begin - 2, begin - 1) is None
