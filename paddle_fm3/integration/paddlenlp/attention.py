@@ -86,7 +86,7 @@ def _funnel(original: Callable, settings: FlashMask3Settings, state: RunState) -
             if settings.is_planned:
                 options["plan"] = _plan_of_split(mask_idx, settings, state)
                 if query_states.place.is_cpu_place():
-                    options["trace"] = state.metrics.trace  # on GPUs the profiler tells
+                    options["trace"] = state.metrics.trace  # read each step, which would wait for a GPU
             else:
                 options["strategy"] = settings.cp_strategy
         out = no_recompute(
