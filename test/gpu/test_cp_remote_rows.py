@@ -25,9 +25,15 @@ def device() -> Sm90Device:
 
 
 @pytest.mark.parametrize("num_pieces", [1, 5])
-@pytest.mark.parametrize("name", ["8k_full", "8k_causal", "8k_document"])
-def test_keys_are_nan_until_they_arrive(device: Sm90Device, name: str, num_pieces: int) -> None:
-    case = resized(benchmark_case(name), b=1, h_q=8, h_kv=2)
+@pytest.mark.parametrize(
+    ("name", "b", "h_q", "h_kv"),
+    [("8k_full", 1, 8, 2), ("8k_causal", 1, 8, 2), ("8k_document", 1, 8, 2),
+     ("8k_causal", 3, 4, 4), ("32k_causal", 1, 10, 5)],  # two of five key heads at a time
+)  # fmt: skip
+def test_keys_are_nan_until_they_arrive(
+    device: Sm90Device, name: str, b: int, h_q: int, h_kv: int, num_pieces: int
+) -> None:
+    case = resized(benchmark_case(name), b=b, h_q=h_q, h_kv=h_kv)
     late = gpu_cp_timing.LateKeys(device, case, num_local=2000, num_pieces=num_pieces)
     out, lse = Sm90(device._library).forward(late.q, late.k_full, late.v_full, late.mask)
     try:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Order of a prepared schedule for keys that are still on their way: tiles that need none of them
-// first.
+// first, in each list, and of all lists (`late_tiles`).
 #include "../schedule/device_schedule.cuh"
 #include "rows.cuh"
 
@@ -28,6 +28,10 @@ __global__ void __launch_bounds__(32) local_first_kernel(ScheduleView schedule, 
   for (int32_t base = 0; base < lists.count; base += 32) {
     const bool is_tile = base + lane < lists.count;
     num_local += __popc(__ballot_sync(kAllLanes, is_tile && is_local(order[base + lane])));
+  }
+  if (lane == 0) {  // of all lists the most, so that those before them are local in each
+    atomicMax(is_pair ? &schedule.totals->late_pairs : &schedule.totals->late_tiles,
+              lists.count - num_local);
   }
   int32_t next_local = 0, next_remote = num_local;
   for (int32_t base = 0; base < lists.count; base += 32) {

@@ -76,6 +76,8 @@ struct SpanLists {
 // Items over all lists of the mask.
 struct ScheduleTotals {
   unsigned long long tile_items, pair_items;  // as atomicAdd takes them
+  // Entries at the end of each order that need keys still to come; 0 but for order_local_first.
+  int32_t late_tiles, late_pairs;
 };
 
 struct ScheduleView {

@@ -5,26 +5,19 @@
 
 #include "remote_rows.cuh"
 #include "tile_lists.cuh"
+#include "tile_place.h"
 
 namespace fm3::sm90 {
 
-// Work order: batch entries in turn; in each, groups of heads whose K/V fit the L2 together; in a
-// group, tiles from the dearest to the cheapest, the heads of the group side by side.
-struct TilePlace {
-  int32_t b_idx, h_idx, rank;  // rank: in the order of its list
-};
-
 template <class Config>
 __device__ __forceinline__ TilePlace locate_tile(const FwdArgs& args, int32_t tile_id) {
+  int32_t num_late = 0;
+  if (args.ready_rows != nullptr) {
+    const ScheduleTotals* const totals = args.schedule.totals;
+    num_late = __ldg(Config::kIsPair ? &totals->late_pairs : &totals->late_tiles);
+  }
   const int32_t count = team_lists<Config>(args).count;
-  const int32_t tiles_per_batch = args.h_q * count;
-  const int32_t b_idx = tile_id / tiles_per_batch;
-  int32_t rest = tile_id - b_idx * tiles_per_batch;
-  const int32_t h_begin = rest / (args.heads_per_group * count) * args.heads_per_group;
-  rest -= h_begin * count;
-  const int32_t width = min(args.heads_per_group, args.h_q - h_begin);
-  const int32_t rank = rest / width;
-  return {b_idx, h_begin + rest - rank * width, rank};
+  return place_tile({args.b, args.h_q, count, args.heads_per_group, num_late}, tile_id);
 }
 
 template <class Config>

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which the Hopper forward works on query tiles: the kernel's own arithmetic on the host."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    path = tmp_path_factory.mktemp("place") / "place.so"
+    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", f"-I{ROOT}", f"-I{ROOT}/ops/include"]
+    subprocess.run([*command, str(ROOT / "test/cpp/sm90_tile_place.cc"), "-o", str(path)], check=True)
+    return ctypes.CDLL(str(path))
+
+
+@pytest.mark.parametrize("b", [1, 3])
+@pytest.mark.parametrize(("h_q", "heads_per_group"), [(1, 1), (8, 8), (8, 2), (7, 3), (12, 4)])
+@pytest.mark.parametrize(("count", "num_late"), [(1, 0), (1, 1), (9, 0), (9, 4), (9, 9), (64, 33)])
+def test_order(library: ctypes.CDLL, b: int, h_q: int, heads_per_group: int, count: int, num_late: int) -> None:
+    places = np.full((b * h_q * count, 3), -1, np.int32)
+    library.tile_places(b, h_q, count, heads_per_group, num_late, places.ctypes.data_as(ctypes.c_void_p))
+
+    def key(place: tuple[int, ...]) -> tuple:
+        b_idx, h_idx, rank = place
+        return rank >= count - num_late, b_idx, h_idx // heads_per_group, rank, h_idx
+
+    every = itertools.product(range(b), range(h_q), range(count))
+    assert [tuple(place) for place in places.tolist()] == sorted(every, key=key)
