@@ -140,7 +140,8 @@ def flashmask_cp_attention(
         reduce_dtype: "float32" sums dK and dV of the ranks in fp32; "input" in the inputs' dtype.
         keep_gathered: False gathers K and V once more in backward: less memory between the two, more traffic. A plan
             on GPUs always does.
-        timeout_s: longest wait for another rank.
+        timeout_s: longest wait for another rank, in seconds. Gloo's collectives, and with them a CPU group's first
+            planned call, wait 30 s at most.
         trace: with a plan: collects what this rank did when. On GPUs events on the streams take the times, and reading
             the trace waits for them.
 
@@ -151,7 +152,9 @@ def flashmask_cp_attention(
         ValueError: bad arguments on any rank; ranks that disagree in shape, dtype, mask or settings; a plan of
             another mask; a GPU mask refilled unseen (above). On gloo the same message on every rank; it names the
             ranks and their values. Over NCCL the comparison is made when a mask is first seen, not at every call.
-        CommError: a rank did not arrive within timeout_s.
+        CommError: a rank was lost, did not arrive within timeout_s, or makes other calls than this one. The group is of
+            no more use then.
+        RuntimeError: another thread is in a call of the same group.
     """
     from paddle_fm3.attention import _autocast, flashmask_attention
 

@@ -30,7 +30,7 @@ def resolve_group(group: Any | None = None) -> Any | None:
             one, else its sep group.
 
     Returns:
-        The group, or None when there is one process only (context parallelism of degree 1).
+        The group, or None for one of a single process (context parallelism of degree 1).
 
     Raises:
         RuntimeError: several processes, no group given, and fleet has no context or sep group.
@@ -42,6 +42,8 @@ def resolve_group(group: Any | None = None) -> Any | None:
                 f"resolve_group: group is {group!r}; expected what paddle.distributed.new_group makes, a ProcessMesh, "
                 "or None to look it up"
             )
+        if group.nranks == 1 and dist.get_rank() in group.ranks:  # NOTE: Paddle gives even its member the rank -1
+            return None
         if group.rank < 0:
             raise ValueError(
                 f"resolve_group: rank {dist.get_rank()} is not a member of group {group.id} with ranks {group.ranks}"

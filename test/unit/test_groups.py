@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from paddle.distributed.communication.group import Group
 
 from paddle_fm3.distributed import groups
 
@@ -29,3 +30,10 @@ def test_taken_port_is_not_handed_out(monkeypatch: pytest.MonkeyPatch, tmp_path:
         monkeypatch.setattr(groups, "EPHEMERAL_RANGE", tmp_path / "range")
         monkeypatch.setattr(groups, "LOWEST_PORT", port)  # the range holds this port alone
         assert groups._free_port() not in (0, port)
+
+
+def test_a_group_of_one_process_is_no_context_parallelism() -> None:
+    """Paddle says rank -1 to the only member of a group, as to a process outside."""
+    assert groups.resolve_group(Group(-1, 10, [0])) is None
+    with pytest.raises(ValueError, match=r"rank 0 is not a member of group 10 with ranks \[1\]"):
+        groups.resolve_group(Group(-1, 10, [1]))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +53,8 @@ class FlashMask3Settings:
             raise ValueError(
                 f"FlashMask3Settings: cp_strategy={self.cp_strategy!r} is unknown; known: {', '.join(CP_STRATEGIES)}"
             )
-        if not self.cp_timeout_s > 0:
-            raise ValueError(f"FlashMask3Settings: cp_timeout_s={self.cp_timeout_s} must be > 0")
+        if not 0 < self.cp_timeout_s < math.inf:
+            raise ValueError(f"FlashMask3Settings: cp_timeout_s={self.cp_timeout_s} must be > 0 and finite")
         if self.cp_reduce_dtype not in ("float32", "input"):
             raise ValueError(
                 f"FlashMask3Settings: cp_reduce_dtype={self.cp_reduce_dtype!r} must be 'float32' or 'input'"
