@@ -403,7 +403,7 @@ class DeviceAttention:
         self, what: str, work: DeviceWork, tickets: dict[int, Ticket], call: KeyRange, stream: int
     ) -> int | None:
         """An event for when the call's keys are in; what a backward does before it needs them goes on meanwhile."""
-        if self._key_stream is None:
+        if self._key_stream is None or not work.is_overlapped:
             with span_of(self.trace, "wait", f"K/V rows: {what}", stream):
                 self._wait_stages(work, tickets, call, stream)
             return None

@@ -121,12 +121,12 @@ def test_an_attention_that_waits_for_rows_starts_when_peers_have_them(num_stages
 def test_a_backward_s_first_passes_do_not_wait_for_keys() -> None:
     """They read none: the wait is handed to the backward itself."""
     mask = builders.causal(2 * ROWS)
-    plan = build_plan(mask, 2, strategy="fm3_no_overlap", options=PlanOptions(chunk_rows=16))
+    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16))
     with group_of(2) as group:
-        group.step(plan, mask, inputs_of(mask, 0), SCALE)
+        group.step(plan, mask, inputs_of(mask, 0), SCALE, bwd_styles=("one", "one"))
         group.world.run()
         inputs = inputs_of(mask, 1)
-        collect = group.step(plan, mask, inputs, SCALE)
+        collect = group.step(plan, mask, inputs, SCALE, bwd_styles=("one", "one"))
         begin = len(group.world.history)
         ran: list[str] = []
         while "forward" not in ran:
