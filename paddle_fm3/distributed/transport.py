@@ -13,11 +13,13 @@ connections.
 from __future__ import annotations
 
 import atexit
+import os
 import selectors
 import socket
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,6 +67,19 @@ class _Peer:
         self.incoming: _Message | None = None
 
 
+_transports: weakref.WeakSet[TcpTransport] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked child, as a data loader's worker, would keep the connections of its dead parent open."""
+    for transport in list(_transports):
+        for peer in transport._peers.values():
+            peer.connection.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 def _is_of_rows(message: _Message) -> bool:
     return message.phase % len(_PHASE_KINDS) != _PHASE_KINDS.index(RECORDS)
 
@@ -100,6 +115,7 @@ class TcpTransport:
         self._thread = threading.Thread(target=self._serve, name=f"paddle_fm3-transport-{rank}", daemon=True)
         self._thread.start()
         atexit.register(self._end_thread)
+        _transports.add(self)
 
     # --- any thread ------------------------------------------------------------------------------
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -103,6 +105,23 @@ def test_a_peer_that_ends_is_a_failure_only_for_who_wants_more() -> None:
     more = post(left, "recv", 1, 1, received)
     with pytest.raises(TransportError, match="rank 0 lost rank 1: its connection is closed"):
         left.wait_until(more, 10.0)
+
+
+def test_a_forked_child_does_not_keep_a_dead_rank_s_connections_open() -> None:
+    """A data loader's workers outlive their rank by seconds; the others must see at once that it is gone."""
+    left, right = pair()
+    done = post(left, "recv", 1, 0, np.zeros(4, np.uint8))
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    try:
+        right._peers[0].connection.close()  # as the death of its process would
+        with pytest.raises(TransportError, match="rank 0 lost rank 1: it closed its connection"):
+            left.wait_until(done, 3.0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 class Ranks:
