@@ -47,11 +47,12 @@ class PreparedWork:
     """A DeviceWork with what belongs to it on the device; made once a mask, used by every layer."""
 
     work: DeviceWork
-    whole: CallMask  # over the whole key buffer, tiles that need own rows only first
-    fwd_masks: tuple[CallMask | None, ...]  # None: no key rows
+    whole: CallMask | None  # over the whole key buffer, tiles that need own rows only first; None if it goes in steps
+    fwd_masks: tuple[CallMask | None, ...]  # of the steps, if it goes in steps; None: no key rows
     bwd_masks: tuple[CallMask | None, ...]
     sums: tuple[tuple[int, int] | None, ...]  # by reduce batch: addresses of rows and entries
     own_sums: tuple[int, int]
+    memory: tuple[int, ...]  # what all of it lies in
 
 
 def buffer_name(buffer: str, is_v: bool) -> str:
@@ -79,8 +80,8 @@ class BoundWork:
         gather: by slot: the batches of the gather.
         reduce: the batches of the reduction.
         pack: by slot: own K rows, own V rows into the key buffer.
-        whole: by slot: one forward over the whole key buffer.
-        forward, backward: by slot: None where a call has no key rows. dq is the caller's.
+        whole: by slot: one forward over the whole key buffer, or None if it goes in steps.
+        forward, backward: by slot: of the steps; None where a call has no key rows. dq is the caller's.
         wire_sums: by reduce batch: sums of K and V rows to pass on, or None.
         own_sums: of dK and dV; out is the caller's.
     """
@@ -92,10 +93,13 @@ class BoundWork:
         self.reduce = [self._batch(batch, "") for batch in work.reduce]
         self.pack = [[self._pack(slot, is_v) for is_v in (False, True)] for slot in range(NUM_SLOTS)]
         whole = KeyRange((), 0, work.num_k_rows)
-        self.whole = [self._forward(slot, whole, prepared.whole) for slot in range(NUM_SLOTS)]
+        self.whole = [
+            None if prepared.whole is None else self._forward(slot, whole, prepared.whole) for slot in range(NUM_SLOTS)
+        ]
+        steps = work.fwd_calls if prepared.whole is None else ()
         self.forward = [
             [None if mask is None else self._forward(slot, call, mask)
-             for call, mask in zip(work.fwd_calls, prepared.fwd_masks, strict=True)]
+             for call, mask in zip(steps, prepared.fwd_masks, strict=True)]
             for slot in range(NUM_SLOTS)
         ]  # fmt: skip
         self.backward = [

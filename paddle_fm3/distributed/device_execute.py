@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paddle_fm3._c_api import BoundForm, FwdParams, MaskView
 from paddle_fm3._device_api import MAX_PARTS, MergeParams, SumPartsParams
@@ -37,6 +39,41 @@ from paddle_fm3.distributed.device_work import DeviceWork, KeyRange, SumTable
 __all__ = ["FORWARD_MODES", "DeviceAttention", "Heads", "PreparedWork"]
 FORWARD_MODES = ("rows", "whole", "steps")
 _MAX_BOUND = 64  # masks times sizes that are kept filled in
+
+
+class _Tables:
+    """Arrays on their way to the device in one piece. Addresses are offsets into it until then."""
+
+    def __init__(self) -> None:
+        self._arrays: list[NDArray[np.uint8]] = []
+        self._num_bytes = 0
+
+    def add(self, array: NDArray[Any]) -> int:
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        offset, padding = self._num_bytes, -raw.nbytes % BUFFER_ALIGNMENT
+        self._arrays += [raw, np.zeros(padding, np.uint8)]
+        self._num_bytes += raw.nbytes + padding
+        return offset
+
+    def add_mask(self, work: DeviceWork, call: KeyRange) -> MaskView:
+        bounds, block_mask = work.call_bounds(call)
+        b, h_mask, s_k, num_bounds = bounds.shape
+        return MaskView(
+            bounds=self.add(bounds),
+            block_mask=None if block_mask is None else self.add(block_mask),
+            form=BoundForm.OUTER2 if num_bounds == 2 else BoundForm.BOTH4,
+            is_causal=0,
+            b=b,
+            h_mask=h_mask,
+            s_q=work.num_own,
+            s_k=s_k,
+        )
+
+    def add_sums(self, sums: SumTable) -> tuple[int, int]:
+        return self.add(sums.rows), self.add(sums.entries)
+
+    def as_bytes(self) -> NDArray[np.uint8]:
+        return np.concatenate([*self._arrays, np.zeros(BUFFER_ALIGNMENT, np.uint8)])
 
 
 class DeviceAttention:
@@ -97,55 +134,51 @@ class DeviceAttention:
     # --- once a mask -----------------------------------------------------------------------------
 
     def prepare(self, work: DeviceWork) -> PreparedWork:
-        """Masks, schedules and sum tables on the device. Waits for the device."""
+        """Masks, schedules and sum tables on the device, as far as this executor needs them. Waits for the device."""
+        tables = _Tables()
         whole = KeyRange((), 0, work.num_k_rows)
-        has_remote = work.num_k_rows > work.num_own
+        steps = work.fwd_calls if self._has_forward_steps(work) else ()
+        masks = {
+            (call.k_begin, call.k_end): tables.add_mask(work, call)
+            for call in (*(() if steps else (whole,)), *steps, *work.bwd_calls)
+            if call.k_begin < call.k_end or call is whole
+        }
+        sums = [None if batch.sums is None else tables.add_sums(batch.sums) for batch in work.reduce]
+        own_sums = tables.add_sums(work.own_sums)
+        base = self.device.upload(tables.as_bytes())
+        memory = [base]
 
-        def masks(calls: tuple[KeyRange, ...], has_schedule: bool) -> tuple[CallMask | None, ...]:
-            return tuple(
-                self._upload_mask(work, call, None, has_schedule) if call.k_begin < call.k_end else None
-                for call in calls
-            )
+        def call_mask(call: KeyRange, has_schedule: bool, num_local: int | None = None) -> CallMask | None:
+            found = masks.get((call.k_begin, call.k_end))
+            if found is None:
+                return None
+            view = MaskView.from_buffer_copy(found)
+            view.bounds = base + (found.bounds or 0)
+            view.block_mask = None if work.block_mask is None else base + (found.block_mask or 0)
+            if not has_schedule or work.num_own == 0 or view.s_k == 0:
+                return CallMask(view, None)
+            memory.append(self.device.schedule(view, num_local))
+            return CallMask(view, memory[-1])
 
+        def at(addresses: tuple[int, int]) -> tuple[int, int]:
+            return base + addresses[0], base + addresses[1]
+
+        num_local = work.num_own if work.num_k_rows > work.num_own else None
         return PreparedWork(
             work=work,
-            whole=self._upload_mask(work, whole, work.num_own if has_remote else None, True),
-            fwd_masks=masks(work.fwd_calls, True),
-            bwd_masks=masks(work.bwd_calls, False),
-            sums=tuple(None if batch.sums is None else self._upload_sums(batch.sums) for batch in work.reduce),
-            own_sums=self._upload_sums(work.own_sums),
+            whole=None if steps else call_mask(whole, True, num_local),
+            fwd_masks=tuple(call_mask(call, True) for call in steps),
+            bwd_masks=tuple(call_mask(call, False) for call in work.bwd_calls),
+            sums=tuple(None if one is None else at(one) for one in sums),
+            own_sums=at(own_sums),
+            memory=tuple(memory),
         )
 
     def discard(self, prepared: PreparedWork) -> None:
         """Frees what `prepare` put on the device. Waits for the device, whose streams may still use it."""
         self._bound = {key: bound for key, bound in self._bound.items() if bound.prepared is not prepared}
-        for mask in (prepared.whole, *prepared.fwd_masks, *prepared.bwd_masks):
-            if mask is not None:
-                for address in (mask.view.bounds, mask.view.block_mask, mask.schedule):
-                    if address:
-                        self.device.free(address)
-        for sums in (*prepared.sums, prepared.own_sums):
-            for address in sums or ():
-                self.device.free(address)
-
-    def _upload_mask(self, work: DeviceWork, call: KeyRange, num_local: int | None, has_schedule: bool) -> CallMask:
-        bounds, block_mask = work.call_bounds(call)
-        b, h_mask, s_k, num_bounds = bounds.shape
-        view = MaskView(
-            bounds=self.device.upload(bounds),
-            block_mask=None if block_mask is None else self.device.upload(block_mask),
-            form=BoundForm.OUTER2 if num_bounds == 2 else BoundForm.BOTH4,
-            is_causal=0,
-            b=b,
-            h_mask=h_mask,
-            s_q=work.num_own,
-            s_k=s_k,
-        )
-        is_empty = work.num_own == 0 or s_k == 0 or not has_schedule
-        return CallMask(view, None if is_empty else self.device.schedule(view, num_local))
-
-    def _upload_sums(self, sums: SumTable) -> tuple[int, int]:
-        return self.device.upload(sums.rows), self.device.upload(sums.entries)
+        for address in prepared.memory:
+            self.device.free(address)
 
     # --- forward ---------------------------------------------------------------------------------
 
@@ -170,20 +203,21 @@ class DeviceAttention:
         tickets = self._post_gather(bound, slot, range(len(work.gather)), stream, ready)
         if work.num_own == 0:
             return
-        if ready is not None:
+        whole = bound.whole[slot]
+        if whole is None:
+            with self._leaving_room(work):
+                self._forward_steps(bound, slot, q, out, lse, scale, stream, tickets)
+        elif ready is not None:
             assert self.transport is not None
             with span_of(self.trace, "wait", "K/V rows: until peers have them", stream):
                 self.transport.wait_ready(tickets.values(), stream)
-            self._forward_call("forward", bound.whole[slot], q, out, lse, scale, stream, ready)
+            self._forward_call("forward", whole, q, out, lse, scale, stream, ready)
             self._tell_status(ready, stream)
-        elif len(work.fwd_calls) == 1 or self.mode_of(work) != "steps":
+        else:
             with span_of(self.trace, "wait", "K/V rows: forward", stream):
                 for call in work.fwd_calls:
                     self._wait_stages(work, tickets, call, stream)
-            self._forward_call("forward", bound.whole[slot], q, out, lse, scale, stream)
-        else:
-            with self._leaving_room(work):
-                self._forward_steps(bound, slot, q, out, lse, scale, stream, tickets)
+            self._forward_call("forward", whole, q, out, lse, scale, stream)
 
     def mode_of(self, work: DeviceWork) -> str:
         """The forward mode that serves this work."""
@@ -191,6 +225,9 @@ class DeviceAttention:
         mode = self._forward_mode or ("steps" if work.is_ring or not can_write else "whole")
         is_relayed = any(batch.after for batch in work.gather)
         return "whole" if mode == "rows" and (not can_write or is_relayed or not work.is_overlapped) else mode
+
+    def _has_forward_steps(self, work: DeviceWork) -> bool:
+        return len(work.fwd_calls) > 1 and self.mode_of(work) == "steps"
 
     def _ready_rows(self, work: DeviceWork, slot: int) -> ReadyRows | None:
         """Where the attention kernel sees which rows are in, if it is to wait for them itself."""

@@ -265,7 +265,7 @@ class FakeDevice:
     # --- kernels ---------------------------------------------------------------------------------
 
     def schedule(self, mask: MaskView, num_local: int | None) -> int:
-        return 0
+        return self.malloc(1)
 
     def forward(self, params: FwdParams, stream: int) -> None:
         params = FwdParams.from_buffer_copy(params)  # what the call holds now counts, as in C

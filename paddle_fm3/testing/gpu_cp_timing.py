@@ -220,10 +220,9 @@ class NoKernels(Sm90Device):
 class NoTransfers(DeviceTransport):
     """Kernels alone: rows are taken to be there already; nothing moves and nothing waits."""
 
-    raises_words = True
-
-    def __init__(self, device: Sm90Device, rank: int, num_ranks: int) -> None:
+    def __init__(self, device: Sm90Device, rank: int, num_ranks: int, raises_words: bool) -> None:
         super().__init__(rank, num_ranks)
+        self.raises_words = raises_words  # as the transport it stands for
         self._device = device
         self.status_word = device.upload(np.zeros(1, np.uint32))
 
@@ -254,7 +253,7 @@ def run(process: Any, job: dict[str, Any]) -> dict[str, Any]:
     ipc = process.shared_transport("moving", job)
     moving = process.shared("moving", job, lambda: _attention(process.device, ipc, job))
     still = process.shared("still", job, lambda: _attention(
-        process.device, NoTransfers(process.device, process.rank, num_ranks), job))  # fmt: skip
+        process.device, NoTransfers(process.device, process.rank, num_ranks, ipc.raises_words), job))  # fmt: skip
     silent_ipc = process.shared_transport("silent", job)
     silent = process.shared("silent", job, lambda: _attention(NoKernels(process.library), silent_ipc, job))
     result: dict[str, Any] = {}

@@ -153,6 +153,27 @@ def test_ranks_may_group_their_backward_calls_differently(strategy: str) -> None
         DeviceWork.of(plan, plan.rank_plan(0, mask), bwd_style="three")
 
 
+@pytest.mark.parametrize(("mode", "num_schedules"), [("rows", 1), ("whole", 1), ("steps", 3)])
+def test_a_mask_is_taken_to_the_device_once_and_given_back(
+    mode: str, num_schedules: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask = builders.causal(192)
+    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=2))
+    group = Group(2, 4, forward_mode=mode, timeout_s=20.0)
+    try:
+        one = group.ranks[0]
+        taken: list[int] = []
+        monkeypatch.setattr(one.device, "malloc", lambda size: taken.append(group.world.new_memory(size)) or taken[-1])
+        monkeypatch.setattr(one.device, "free", taken.remove)
+        work = DeviceWork.of(plan, plan.rank_plan(0, mask))
+        prepared = one.attention.prepare(work)
+        assert len(work.fwd_calls) == 3 and len(taken) == 1 + num_schedules
+        one.attention.discard(prepared)
+        assert taken == []
+    finally:
+        group.close()
+
+
 def test_one_rank_needs_no_transport() -> None:
     rng = np.random.default_rng(0)
     mask = random_mask(rng, 100)
