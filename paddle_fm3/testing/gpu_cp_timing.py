@@ -248,7 +248,7 @@ class NoTransfers(DeviceTransport):
 
 def run(process: Any, job: dict[str, Any]) -> dict[str, Any]:
     """A "time" job of `gpu_cp_rank`: ms a call of forward, backward and both, as this rank sees them; the same without
-    transfers, and of the transfers alone. `loops` medians of `calls` calls each, ranks starting each loop together."""
+    transfers, and of the transfers alone. `prepare_ms`: what a mask costs once, on the host's clock. `loops` medians of `calls` calls each, ranks starting each loop together."""
     num_ranks = job["num_ranks"]
     ipc = process.shared_transport("moving", job)
     moving = process.shared("moving", job, lambda: _attention(process.device, ipc, job))
@@ -262,6 +262,10 @@ def run(process: Any, job: dict[str, Any]) -> dict[str, Any]:
         wanted = process.reference(job)
         step, rows = process.step(job, moving)
         result["forward_mode"] = moving.mode_of(step.work)
+        begin_s = time.perf_counter()
+        again = moving.prepare(step.work)
+        result["prepare_ms"] = round(1e3 * (time.perf_counter() - begin_s), 3)
+        moving.discard(again)
         before = sum(ipc.received_bytes)
         step.forward()
         step.backward()

@@ -51,7 +51,7 @@ def lines_of(job: dict) -> list[dict]:
         own = {f"{name}_ms": [first, second if rank else first] for name, (first, second) in times.items()}
         errors = {name: 1e-3 * (rank + 1) for name in ("out", "dq")}
         lines.append(
-            {"job": job["name"], "rank": rank, "forward_mode": "rows", "errors": errors}
+            {"job": job["name"], "rank": rank, "forward_mode": "rows", "prepare_ms": rank + 0.5, "errors": errors}
             | {"bytes_received": 5_000_000 * (rank + 1)}
             | own
         )
@@ -80,7 +80,7 @@ def test_a_record_takes_the_slowest_rank_of_each_loop(gpu: ModuleType, folder: P
     assert record["total_ms_spread"] == [3.9, 4.3] and record["mb_moved"] == 15.0
     # Shown: 0.1 of the forward's 0.5 and 0.1 of the backward's 1.0.
     assert record["comm_hidden_pct"] == pytest.approx(86.7) and record["refcheck"] == "pass"
-    assert record["max_relative_error"] == 2e-3
+    assert record["max_relative_error"] == 2e-3 and record["prepare_ms"] == 1.5 and record["forward_mode"] == "rows"
     gflop = jobs[0]["fields"]["gflop_fwd"]
     assert record["tflops_per_gpu"] == pytest.approx(gflop * 3.5 / 4.1 / 2, abs=0.06)
 

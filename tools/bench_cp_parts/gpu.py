@@ -260,6 +260,7 @@ def _fields(job: dict[str, Any], own: list[dict[str, Any]]) -> dict[str, Any]:
     fields: dict[str, Any] = dict(job["fields"])
     gflop = fields.pop("gflop_fwd")
     fields |= {"forward_mode": own[0]["forward_mode"], "step_streams": job["options"]["num_step_streams"]}
+    fields["prepare_ms"] = max(line["prepare_ms"] for line in own)
     for part, factor in (("fwd", 1.0), ("bwd", 2.5), ("total", 3.5)):
         times_ms = slowest(f"{part}_ms")
         median = float(np.median(times_ms))
