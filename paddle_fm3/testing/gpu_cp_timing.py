@@ -248,7 +248,8 @@ class NoTransfers(DeviceTransport):
 
 def run(process: Any, job: dict[str, Any]) -> dict[str, Any]:
     """A "time" job of `gpu_cp_rank`: ms a call of forward, backward and both, as this rank sees them; the same without
-    transfers, and of the transfers alone. `prepare_ms`: what a mask costs once, on the host's clock. `loops` medians of `calls` calls each, ranks starting each loop together."""
+    transfers, and of the transfers alone. `loops` medians of `calls` calls each, ranks starting each loop together.
+    `prepare_ms`: what a mask costs once, on the host's clock."""
     num_ranks = job["num_ranks"]
     ipc = process.shared_transport("moving", job)
     moving = process.shared("moving", job, lambda: _attention(process.device, ipc, job))
