@@ -32,9 +32,12 @@ from paddle_fm3 import _paddle
 from paddle_fm3.distributed import device_nccl
 from paddle_fm3.distributed.device_held import EXIT_STATUS
 from paddle_fm3.distributed.device_nccl import NcclTransport
+from paddle_fm3.distributed.device_trace import DeviceTrace
+from paddle_fm3.distributed.device_transport import Batch
 from paddle_fm3.distributed.planner import PlanOptions, build_plan
 from paddle_fm3.distributed.strategy import STRATEGIES
 from paddle_fm3.distributed.topology import Topology
+from paddle_fm3.distributed.trace import Trace
 from paddle_fm3.distributed.transport import TcpTransport
 from paddle_fm3.testing.fake_device import FakeDevice, FakeWorld
 
@@ -148,6 +151,33 @@ def test_every_strategy_in_any_order(strategy: str, monkeypatch: pytest.MonkeyPa
             group.world.run()  # buffers may grow between steps, which waits for the stream
         for collect, inputs, mask in cases[-1:]:
             check(collect(), inputs, mask)
+
+
+def test_batches_are_in_the_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that has pieces, on the track of what it brings this rank, by its own name."""
+    rng = np.random.default_rng(4)
+    mask = random_mask(rng, 200)
+    plan = build_plan(mask, 3, strategy="fm3", options=PlanOptions(chunk_rows=16, num_stages=2))
+    group = nccl_group(3, 4, monkeypatch, timeout_s=20.0)
+    inputs = make_inputs(rng, 1, 200, 2, 1, 8, 8)
+    group.step(plan, mask, inputs, 8**-0.5)
+    group.world.run()
+    traces = [Trace() for _ in group.ranks]
+    posted: list[list[Batch]] = [[] for _ in group.ranks]
+    for rank, trace, batches in zip(group.ranks, traces, posted, strict=True):
+        assert rank.transport is not None
+        rank.transport.trace = DeviceTrace(rank.device, trace)
+        post = rank.transport._post
+        rank.transport._post = lambda ticket, *rest, post=post, batches=batches: (
+            batches.append(ticket.batch), post(ticket, *rest),
+        )  # fmt: skip
+    collect = group.step(plan, mask, inputs, 8**-0.5)
+    for trace, batches in zip(traces, posted, strict=True):
+        wanted = [("receive" if batch.recvs else "send", batch.name) for batch in batches if batch.recvs or batch.sends]
+        assert [(span.track, span.name) for span in trace.spans] == wanted and wanted
+        assert all(span.begin_us < span.end_us for span in trace.spans)
+    group.world.run()
+    check(collect(), inputs, mask)
 
 
 # A rank with a batch that nothing will ever finish; then its peer closes, stays silent, or all is done.
