@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from paddle_fm3.distributed.exchange import DST, DST_ROW, HOP, ROWS, SRC, SRC_ROW, STAGE, Exchange, Message
 from paddle_fm3.distributed.localize import compact_bounds
-from paddle_fm3.distributed.plan import CpPlan, RankPlan, Step
+from paddle_fm3.distributed.plan import CpPlan
+from paddle_fm3.distributed.rank_plan import RankPlan, Step
 
 Int32Array = NDArray[np.int32]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-STAGE, HOP, SRC, DST, BEGIN, ROWS, SRC_ROW, DST_ROW = range(8)  # columns: plan.TRANSFER_FIELDS
+STAGE, HOP, SRC, DST, BEGIN, ROWS, SRC_ROW, DST_ROW = range(8)  # columns: rank_plan.TRANSFER_FIELDS
 
 
 @dataclass(frozen=True)

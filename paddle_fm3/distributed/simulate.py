@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_fm3.distributed.plan import CpPlan, RankPlan, Step
+from paddle_fm3.distributed.plan import CpPlan
+from paddle_fm3.distributed.rank_plan import RankPlan, Step
 from paddle_fm3.mask.column_mask import ColumnMask
 
 Array = NDArray

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from paddle_fm3.distributed.cost import DEFAULT_COST, CostModel
 from paddle_fm3.distributed.native import planner
-from paddle_fm3.distributed.plan import CpPlan, Step
+from paddle_fm3.distributed.plan import CpPlan
+from paddle_fm3.distributed.rank_plan import Step
 from paddle_fm3.distributed.workload import native_mask
 from paddle_fm3.mask.column_mask import ColumnMask
 

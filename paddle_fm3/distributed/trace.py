@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,6 +86,11 @@ class Trace:
 
     def save(self, path: Path | str, rank: int) -> None:
         Path(path).write_text(self.to_chrome(rank), encoding="utf-8")
+
+
+def span_of(trace: Trace | None, track: str, name: str) -> AbstractContextManager[None]:
+    """`trace.span`, or nothing where nobody asked for a trace."""
+    return nullcontext() if trace is None else trace.span(track, name)
 
 
 def hidden_us(spans: Sequence[Span]) -> tuple[float, float]:
