@@ -122,7 +122,7 @@ def test_ranks_of_the_118b_layout_check_collectives_and_attention_together(capsy
     details = {check["name"]: check["detail"] for check in report["checks"]}
     assert "4 ranks on 1 host, gloo; context-parallel groups [0, 1] [2, 3]; a group spans 1 host" in details["layout"]
     assert "right over 2 ranks" in details["collectives"]
-    assert "forward and backward agree with the oracle" in details["attention over ranks"]
+    assert "dual_chunk and fm3: forward and backward agree with the oracle" in details["attention over ranks"]
     assert details["other ranks"] == "4 ranks agree"
 
 
