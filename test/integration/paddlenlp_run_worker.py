@@ -87,6 +87,7 @@ def main() -> None:
         output_dir=str(output_dir / "trainer"),
         use_flashmask3=True,
         cp_nodes="0,1",
+        cp_timeline=str(output_dir / "timelines"),
         mask_window=8,
         mask_layers="window,full",
         cp_timeout_s=60.0,

@@ -55,6 +55,16 @@ def test_what_context_parallelism_cost_is_logged_with_the_loss(saved: Path, mode
     assert sent == pytest.approx(received, rel=1e-3)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_last_batch_s_timeline_is_written_by_every_rank(saved: Path, rank: int) -> None:
+    """Of one batch: two layers, each forward, recomputed and backward."""
+    events = json.loads((saved / "timelines" / f"cp_timeline_rank{rank}.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in events} == {rank}
+    assert sum(name == "forward step 0" for name in names) == 4
+    assert any(name.startswith("dK/dV sums stage") for name in names)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_no_file_of_a_checkpoint_is_written_by_two_ranks(saved: Path, model: str) -> None:
     one, other = (json.loads((saved / f"paths-{model}_rank{rank}.json").read_text()) for rank in range(2))

@@ -43,6 +43,13 @@ class FlashMask3Arguments:
     cp_reduce_dtype: str = field(
         default="float32", metadata={"help": "dtype in which dK and dV of the ranks are summed: float32 or input"}
     )
+    cp_timeline: str = field(
+        default="",
+        metadata={
+            "help": "folder for timelines of context parallelism, a file a rank, of the last batch before each log; they "
+            "open in Perfetto"
+        },
+    )
     mask_kind: str = field(
         default="causal_document", metadata={"help": f"what a packed document means: {', '.join(KINDS)}"}
     )
@@ -67,6 +74,7 @@ class FlashMask3Arguments:
             self.cp_timeout_s,
             self.cp_reduce_dtype,
             cp_nodes=self.cp_nodes,
+            cp_timeline=self.cp_timeline,
             plans_ahead=self.cp_plans_ahead,
             masks=self.layer_masks(),
             moe_dispatch=self.moe_dispatch,

@@ -85,8 +85,8 @@ def _funnel(original: Callable, settings: FlashMask3Settings, state: RunState) -
             options.update(timeout_s=settings.cp_timeout_s, reduce_dtype=settings.cp_reduce_dtype)
             if settings.is_planned:
                 options["plan"] = _plan_of_split(mask_idx, settings, state)
-                if query_states.place.is_cpu_place():
-                    options["trace"] = state.metrics.trace  # read each step, which would wait for a GPU
+                if query_states.place.is_cpu_place() or settings.cp_timeline:
+                    options["trace"] = state.metrics.trace  # read each step, for which a GPU must be waited for
             else:
                 options["strategy"] = settings.cp_strategy
         out = no_recompute(

@@ -80,7 +80,7 @@ def split_batch(inputs: dict[str, Any], settings: FlashMask3Settings, state: Run
             batch_plan = plan_of_indices(inputs[INDICES], settings, group)
             wait_ms = batch_plan.plan_ms
         state.batch_plan = batch_plan
-        state.metrics = state.metrics or StepMetrics()
+        state.metrics = state.metrics or StepMetrics(settings.cp_timeline)
         state.metrics.begin_batch(batch_plan, wait_ms, group)
         partition = batch_plan.partition
         _check_rows(partition)

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import paddle.distributed as dist
 
 from paddle_fm3.distributed.planned import transport_bytes
 from paddle_fm3.distributed.trace import Trace, hidden_us
@@ -13,10 +16,15 @@ MEGA = 1e6
 
 
 class StepMetrics:
-    """Sums over the batches since `take`. `trace` collects the spans of the batch that is being trained."""
+    """Sums over the batches since `take`. `trace` collects the spans of the batch that is being trained.
 
-    def __init__(self) -> None:
+    Args:
+        timeline: folder for the timeline of the last batch before each `take`, a file a rank; empty: none.
+    """
+
+    def __init__(self, timeline: str = "") -> None:
         self.trace = Trace()
+        self._timeline = timeline
         self._bytes_before: tuple[int, int] | None = None
         self._clear()
 
@@ -40,6 +48,7 @@ class StepMetrics:
         cp_hidden_share: part of the time in which rows moved that this rank computed attention as well.
         cp_wait_ms: this rank waited for rows.
         """
+        self._write_timeline()
         self._fold()
         num_batches = self._num_batches
         if num_batches == 0:
@@ -59,6 +68,12 @@ class StepMetrics:
         self._bytes_before = _bytes(group)
         self._clear()
         return {name: round(value, 6) for name, value in figures.items()}
+
+    def _write_timeline(self) -> None:
+        if self._timeline and self.trace.spans:
+            rank = dist.get_rank()
+            Path(self._timeline).mkdir(parents=True, exist_ok=True)
+            self.trace.save(Path(self._timeline) / f"cp_timeline_rank{rank}.json", rank)
 
     def _fold(self) -> None:
         """Adds up the spans of the batch that ended; they would fill the memory of a long run."""

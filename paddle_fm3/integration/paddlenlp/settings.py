@@ -32,6 +32,7 @@ class FlashMask3Settings:
         cp_reduce_dtype: "float32", or "input" to sum dK and dV of the ranks in the model's dtype.
         deterministic: bitwise repeatable gradients.
         cp_nodes: which context-parallel ranks share a node (see `topology_of`); empty: ranks of one host do.
+        cp_timeline: folder for the timeline of the last batch before each log, a file a rank; empty: none.
         plans_ahead: batches that the planning thread may be ahead of training; 0 plans when the batch is used.
         masks: what the batches' masks mean and which layer uses which.
         moe_dispatch: "index" sends each expert its own tokens; "dense" is PaddleNLP's layer as it is.
@@ -43,6 +44,7 @@ class FlashMask3Settings:
     cp_reduce_dtype: str = "float32"
     deterministic: bool = False
     cp_nodes: str = ""
+    cp_timeline: str = ""
     plans_ahead: int = DEFAULT_PLANS_AHEAD
     masks: LayerMasks = LayerMasks()
     moe_dispatch: str = "index"
