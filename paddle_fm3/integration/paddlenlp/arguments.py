@@ -46,8 +46,8 @@ class FlashMask3Arguments:
     cp_timeline: str = field(
         default="",
         metadata={
-            "help": "folder for timelines of context parallelism, a file a rank, of the last batch before each log; they "
-            "open in Perfetto"
+            "help": "folder for timelines of context parallelism, a file a rank, of the last batch before each log "
+            "(Perfetto)"
         },
     )
     mask_kind: str = field(
