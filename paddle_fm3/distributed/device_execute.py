@@ -2,12 +2,14 @@
 """Runs one rank's share of a CpPlan on a GPU: enqueues copies, kernels and what must come before what, and returns.
 
 Forward. The own rows of K and V go to the front of the key buffer, all batches of the gather are posted, and one
-attention kernel runs over the whole buffer: once all rows are in ("whole"), or before, waiting itself for rows that are
-not there yet, if the transport can tell it ("rows"). Or there is one kernel a step, and a merge ("steps").
+attention kernel runs over the whole buffer: once all rows are in ("whole"), or as soon as all peers have theirs ready,
+waiting itself for rows that are not there yet, if the transport can tell it ("rows"). Or there is one kernel a step,
+and a merge ("steps").
 
 Backward. K and V are gathered again, so that no layer keeps more than its own rows. Steps run in the plan's order on
-one or two compute streams; each leaves its own dQ part and its rows of the dK/dV part buffer. What the plan lets go
-after a step is posted on a side stream, where sums to be passed on are made. The owner adds everything at the end.
+one or two compute streams; the passes of a step that read no keys do not wait for them. Each leaves its own dQ part and
+its rows of the dK/dV part buffer. What the plan lets go after a step is posted on a side stream, where sums to be
+passed on are made. The owner adds everything at the end.
 
 The key buffer is double: the next phase fills one while peers may still read the other.
 """
@@ -82,9 +84,9 @@ class DeviceAttention:
     Args:
         transport: None for a single rank.
         timeout_s: how long an attention kernel waits for a row.
-        forward_mode: "rows", "whole" or "steps" (see the module). Default: a ring goes in steps; otherwise "whole" if
-            the transport can write words, else "steps". "rows" needs such a transport and a plan whose rows are not
-            passed on; elsewhere it means "whole".
+        forward_mode: "rows", "whole" or "steps" (see the module). Default: a ring goes in steps; otherwise "rows" if
+            the transport can write words, else "steps". "rows" needs such a transport, and a plan that overlaps and
+            passes no rows on; elsewhere it means "whole".
         num_step_streams: 1 or 2; with 2 a backward step starts while the one before runs out.
         has_side_stream: False keeps all work of this class on the caller's stream.
 
@@ -222,8 +224,8 @@ class DeviceAttention:
     def mode_of(self, work: DeviceWork) -> str:
         """The forward mode that serves this work."""
         can_write = self.transport is not None and self.transport.raises_words
-        mode = self._forward_mode or ("steps" if work.is_ring or not can_write else "whole")
-        is_relayed = any(batch.after for batch in work.gather)
+        mode = self._forward_mode or ("steps" if work.is_ring or not can_write else "rows")
+        is_relayed = any(batch.hop for batch in work.gather)  # the same on every rank
         return "whole" if mode == "rows" and (not can_write or is_relayed or not work.is_overlapped) else mode
 
     def _has_forward_steps(self, work: DeviceWork) -> bool:

@@ -61,6 +61,8 @@ class DeviceTransport:
         raises_words: `post` can write a device word once a batch is in.
         num_sms: multiprocessors that its own kernels need, which attention running beside them must leave.
         status_word: device address of a word that a kernel sets when it gives up waiting; None without.
+        failed_word: device address of a word that is not 0 once the transport has failed and lets streams run on, with
+            contents that mean nothing; None where it does not.
         sent_bytes, received_bytes: payload by peer, counted when posted.
         trace: where batches posted from now on leave when they moved; None for nowhere.
     """
@@ -68,6 +70,7 @@ class DeviceTransport:
     raises_words = False
     num_sms = 0
     status_word: int | None = None
+    failed_word: int | None = None
     trace: DeviceTrace | None = None
 
     def __init__(self, rank: int, num_ranks: int) -> None:
@@ -150,7 +153,9 @@ class DeviceTransport:
 
     def wait_ready(self, tickets: Iterable[Ticket], stream: int) -> None:
         """Work enqueued on `stream` from now on starts once what these batches receive, posted one after another with
-        words, is ready at its senders: copies may be under way then, but nothing waits for a peer."""
+        words, is ready at its senders: from then on copies alone are waited for, not what a peer's streams do. A kernel
+        that holds the GPU until its rows are in could otherwise wait for a peer that waits, in another collective, for
+        a kernel that finds no room on this GPU."""
         receiving = [ticket for ticket in tickets if ticket.batch.recvs]
         for ticket in receiving:
             self._check_ticket(ticket, "wait_ready")

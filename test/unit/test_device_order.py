@@ -100,7 +100,7 @@ def test_a_rank_may_be_one_phase_ahead_and_not_two() -> None:
 
 @pytest.mark.parametrize("num_stages", [1, 3])
 def test_an_attention_that_waits_for_rows_starts_when_peers_have_them(num_stages: int) -> None:
-    """A stream's wait for a peer is looked at rarely while a kernel runs; so no copy may wait for one then."""
+    """It holds the GPU: it must not wait for what a peer has yet to compute, only for copies."""
     mask = builders.causal(2 * ROWS)
     plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=num_stages))
     with group_of(2, forward_mode="rows") as group:
