@@ -75,22 +75,56 @@ std::string check_served(const BwdParams& params) {
     return "s_k=" + std::to_string(shape.s_k) + "; the sm90 backward serves up to " +
            std::to_string(int64_t{UINT16_MAX} * kernel->block_k);
   }
-  if (num_k_tiles * shape.b * shape.h_kv > INT32_MAX / 2) {
-    return "b * h_kv * ceil(s_k / " + std::to_string(kernel->block_k) +
-           ")=" + std::to_string(num_k_tiles * shape.b * shape.h_kv) +
+  if (num_k_tiles * shape.b * shape.h_q > INT32_MAX / 2) {
+    return "b * h_q * ceil(s_k / " + std::to_string(kernel->block_k) +
+           ")=" + std::to_string(num_k_tiles * shape.b * shape.h_q) +
            "; sm90 serves fewer than 2^30";
   }
   return "";
 }
 
-// Heads whose dQ sums are open at a time. Work is claimed head by head, and a head's slot is free when
-// its last sum was converted; no CTA should wait for that. Measured on an H200 at 8K (64 key tiles a
+// Items' heads whose dQ sums are open at a time. Work is claimed head by head, and a head's slot is free
+// when its last sum was converted; no CTA should wait for that. Measured on an H200 at 8K (64 key tiles a
 // head; window, causal, causal document; TFLOP/s): 8 slots 272, 450, 276; 14 slots 288, 495, 363; 25
-// slots 286, 495, 364. So the slots hold about a thousand key tiles, and three heads at least.
-int64_t ring_heads(const BwdParams& params, int64_t num_k_tiles) {
-  constexpr int64_t kOpenTiles = 1024;
-  const int64_t num_heads = int64_t{params.shape.b} * params.shape.h_kv;
-  return std::min(num_heads, std::max<int64_t>(3, 1 + div_up(kOpenTiles, num_k_tiles)));
+// slots 286, 495, 364; a global window, one of whose tiles every row sees: 17 slots 226, 48 slots 325.
+// So the slots hold 2560 key tiles, and three heads at least; of grouped heads, whose slots are larger and
+// which may be cut instead, a thousand.
+int64_t ring_slots(int64_t num_k_tiles, int32_t group) {
+  const int64_t open_tiles = group > 1 ? 1024 : 2560;
+  return std::max<int64_t>(3, 1 + div_up(open_tiles, num_k_tiles));
+}
+
+// What choose_plan may choose from. A slot holds the heads of one item: the whole group, or as many as
+// take 128 MiB where a group may be cut.
+PlanInput plan_input(const BwdParams& params, const BwdKernel& kernel) {
+  constexpr int64_t kSlotBytes = 128 << 20;
+  const Shape& shape = params.shape;
+  const int64_t head_bytes =
+      div_up(shape.s_q, kBlockQ) * kBlockQ * kernel.dim_qk * int64_t{sizeof(float)};
+  PlanInput in{};
+  in.group = shape.h_q / shape.h_kv;
+  in.num_kv_heads = shape.b * shape.h_kv;
+  in.num_k_tiles = static_cast<int32_t>(div_up(shape.s_k, kernel.block_k));
+  in.can_cut = kernel.sums_parts && in.group > 1;
+  in.max_part_heads = in.group;
+  while (in.can_cut && in.max_part_heads > 1 &&
+         (in.group % in.max_part_heads != 0 || in.max_part_heads * head_bytes > kSlotBytes)) {
+    --in.max_part_heads;
+  }
+  const int64_t num_parts = int64_t{shape.b} * shape.h_q / in.max_part_heads;
+  in.ring_heads = static_cast<int32_t>(std::min(num_parts, ring_slots(in.num_k_tiles, in.group)) *
+                                       in.max_part_heads);
+  in.step_bytes = kBlockQ * (2 * kernel.dim_qk + 2 * kernel.dim_v + 4 * kernel.dim_qk);
+  in.is_deterministic = params.is_deterministic;
+  return in;
+}
+
+// Key/value heads whose parts may be summed at a time: two at least, so that none waits.
+int64_t kv_sum_heads(const PlanInput& in, int64_t tile_bytes) {
+  constexpr int64_t kSumBytes = 64 << 20;
+  if (!in.can_cut) return 0;
+  return std::min<int64_t>(in.num_kv_heads,
+                           std::max<int64_t>(2, kSumBytes / (in.num_k_tiles * tile_bytes)));
 }
 
 // Lays the workspace out from `base` (may be nullptr); returns its bytes.
@@ -102,8 +136,12 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   const int64_t num_k_tiles = div_up(shape.s_k, kernel.block_k);
   const int64_t num_hulls = div_up(shape.s_k, kHullK);
   const int64_t num_q_chunks = div_up(num_q_tiles, 32);
-  const int64_t heads = ring_heads(params, num_k_tiles);
-  const int64_t ring_tiles = heads * (shape.h_q / shape.h_kv) * num_q_tiles;
+  const PlanInput plan_in = plan_input(params, kernel);
+  const int64_t ring_tiles = plan_in.ring_heads * num_q_tiles;
+  const int64_t kv_tile_floats = int64_t{kernel.block_k} * (kernel.dim_qk + kernel.dim_v);
+  const int64_t kv_sum_tiles = kv_sum_heads(plan_in, kv_tile_floats * 4) * num_k_tiles;
+  const int64_t num_items =
+      int64_t{shape.b} * num_k_tiles * (plan_in.can_cut ? shape.h_q : shape.h_kv);
   const int64_t num_rows = int64_t{shape.b} * shape.h_q * num_q_tiles * kBlockQ;
   int64_t offset = 0;
   const auto take = [&](auto** pointer, int64_t count) {
@@ -117,6 +155,10 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   take(&args->tile_steps, num_masks * num_k_tiles);
   take(&args->step_bits, num_masks * num_k_tiles * num_q_chunks);
   take(&args->step_chunks, num_masks * num_k_tiles);
+  take(&args->sample_rows, num_masks * num_k_tiles);
+  take(&args->walks, num_masks);
+  take(&args->plan, 1);
+  take(&args->items, num_items);
   take(&args->turns, params.is_deterministic ? num_masks * num_k_tiles * num_q_tiles : 0);
   take(&args->lse_log2, num_rows);
   take(&args->minus_delta, num_rows);
@@ -124,18 +166,22 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   take(&args->next_work, 1);
   take(&args->visits, num_masks * num_q_tiles);
   take(&args->shared_rows, num_masks);
-  take(&args->head_done, int64_t{shape.b} * shape.h_kv);
+  take(&args->head_done, int64_t{shape.b} * shape.h_q);
+  take(&args->kv_counts, kv_sum_tiles * 8);
   take(&args->ring_counts, ring_tiles * kernel.dq_parts);
   take(&args->dq_ring, ring_tiles * kBlockQ * kernel.dim_qk);
+  take(&args->kv_sums, kv_sum_tiles * kv_tile_floats);
   in->zeroed = base + zeroed_begin;
   in->zeroed_bytes = offset - zeroed_begin;
-  args->ring_heads = static_cast<int32_t>(heads);
+  args->plan_input = plan_in;
+  args->max_items = static_cast<int32_t>(num_items);
+  args->kv_sum_heads = static_cast<int32_t>(kv_sum_tiles / num_k_tiles);
   args->num_q_tiles = static_cast<int32_t>(num_q_tiles);
   args->num_k_tiles = static_cast<int32_t>(num_k_tiles);
   args->num_hulls = static_cast<int32_t>(num_hulls);
   args->num_q_chunks = static_cast<int32_t>(num_q_chunks);
-  args->num_work = static_cast<int32_t>(num_k_tiles * shape.b * shape.h_kv);
   in->block_k = kernel.block_k;
+  in->dq_parts = kernel.dq_parts;
   return offset;
 }
 
@@ -234,6 +280,7 @@ int32_t run(const BwdParams& params, cudaStream_t stream) {
   args.shape = shape;
   args.mask = params.mask;
   args.group = shape.h_q / shape.h_kv;
+  args.plan_input.num_sms = num_sms;
   args.is_deterministic = params.is_deterministic;
   args.softmax_scale = params.softmax_scale;
   args.dq = params.dq, args.dk = params.dk, args.dv = params.dv;
@@ -250,7 +297,7 @@ int32_t run(const BwdParams& params, cudaStream_t stream) {
     status = cudaStreamWaitEvent(stream, static_cast<cudaEvent_t>(params.keys_ready), 0);
   }
   if (status == cudaSuccess) {
-    status = kernel.launch(args, std::min(num_sms, args.num_work), stream);
+    status = kernel.launch(args, std::min(num_sms, args.max_items), stream);
   }
   if (status != cudaSuccess) return fail(Status::kBackendError, kName, cudaGetErrorString(status));
   return static_cast<int32_t>(Status::kOk);

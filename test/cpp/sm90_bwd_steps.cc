@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The Hopper backward's decisions from a mask, run on the host for test/unit/test_sm90_bwd_steps.py.
+#include <cstring>
+
+#include "ops/cuda/sm90_bwd/plan.h"
 #include "ops/cuda/sm90_bwd/steps.h"
 #include "test/cpp/sm90_spans.cc"  // make_hull
 
@@ -40,6 +43,31 @@ void folded_bounds(const MaskView* mask, int32_t list_idx, int32_t* rows) {
 
 int32_t shows_one_interval(int32_t lt_end, int32_t ut_begin, int32_t s_q) {
   return sm90_bwd::shows_one_interval(lt_end, ut_begin, s_q);
+}
+
+int32_t choose_walk(const sm90_bwd::VisitSummary* visits) { return sm90_bwd::choose_walk(*visits); }
+
+int64_t plan_cost(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary* visits,
+                  int32_t part_heads, int32_t together) {
+  return sm90_bwd::plan_cost(*in, *visits, part_heads, together);
+}
+
+// part_heads, num_parts, heads_together, ring_slots
+void choose_plan(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary* visits,
+                 int32_t* plan) {
+  const sm90_bwd::WorkPlan chosen = sm90_bwd::choose_plan(*in, *visits);
+  std::memcpy(plan, &chosen, sizeof(chosen));
+}
+
+// Head part and place in its list of every work item: [num_head_parts * num_k_tiles, 2].
+void item_places(int32_t num_k_tiles, int32_t num_head_parts, int32_t heads_together,
+                 int32_t* places) {
+  for (int32_t work_idx = 0; work_idx < num_k_tiles * num_head_parts; ++work_idx) {
+    const sm90_bwd::ItemPlace place =
+        sm90_bwd::item_place(work_idx, num_k_tiles, num_head_parts, heads_together);
+    *places++ = place.head_part;
+    *places++ = place.rank;
+  }
 }
 
 }  // extern "C"

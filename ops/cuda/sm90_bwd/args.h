@@ -7,9 +7,22 @@
 #include <cuda_runtime_api.h>
 
 #include "fm3/params.h"
-#include "steps.h"
+#include "plan.h"
 
 namespace fm3::sm90_bwd {
+
+// A work item: what a key tile is about.
+struct alignas(16) TileInfo {
+  int32_t b_idx, h_kv_idx, k_tile_idx;
+  int32_t num_steps;           // < 0: no more work
+  int32_t h_q_begin, h_q_end;  // query heads of the item
+  int32_t heads_inside;        // all heads of a row tile come before the next row tile
+  // The ring slot: its first row of tiles less h_q_begin, so that h_q_idx can be added; the head's part that
+  // had it before (< 0: none) and how many of its sums must be converted.
+  int32_t ring_row, ring_before, ring_before_sums;
+  // Where the parts of a group sum up dK and dV (< 0: the item is no part), and its count when that is free.
+  int32_t kv_sum_idx, kv_counts_before;
+};
 
 struct KernelArgs {
   // (d, s, h, b), boxes of 64 columns, 128-byte swizzle; of dk and dv 64 rows.
@@ -20,7 +33,9 @@ struct KernelArgs {
   int32_t num_q_tiles, num_k_tiles;  // ceil(s_q / kBlockQ), ceil(s_k / block_k)
   int32_t num_hulls;                 // ceil(s_k / kHullK)
   int32_t num_q_chunks;              // ceil(num_q_tiles / 32)
-  int32_t num_work, ring_heads;
+  PlanInput plan_input;
+  int32_t max_items;     // room in `items`
+  int32_t kv_sum_heads;  // (batch, kv head)s that kv_sums has room for
   int32_t is_deterministic;
   float softmax_scale;
   sm90::ColumnHull* hulls;  // [b, h_mask, num_hulls]
@@ -31,6 +46,10 @@ struct KernelArgs {
   uint2* step_bits;    // [b, h_mask, num_k_tiles, num_q_chunks] of 32 row tiles: which a key tile
                        // visits (x), which of those are partial (y)
   int2* step_chunks;   // [b, h_mask, num_k_tiles] all visits are in chunks [x, y)
+  int2* sample_rows;   // [b, h_mask, num_k_tiles] row tile after kSampleStep steps up (x), down (y)
+  int32_t* walks;      // [b, h_mask] of type Walk
+  WorkPlan* plan;      // of all lists; the first one's visits decide
+  TileInfo* items;     // [at most b * h_q * num_k_tiles] in the order of work
   uint16_t* turns;     // [b, h_mask, num_k_tiles, num_q_tiles]; deterministic only
   float* lse_log2;     // [b, h_q, num_q_tiles * kBlockQ]; +inf in a hidden row
   float* minus_delta;  // likewise, dlse - sum(dO * O)
@@ -38,9 +57,12 @@ struct KernelArgs {
   int32_t* next_work;
   int32_t* visits;       // [b, h_mask, num_q_tiles] visiting key tiles
   int32_t* shared_rows;  // [b, h_mask] row tiles with more than one visitor
-  int32_t* head_done;    // [b * h_kv] shared row tiles converted
-  int32_t* ring_counts;  // [ring_heads, group, num_q_tiles, dq_parts]
-  float* dq_ring;        // [ring_heads, group, num_q_tiles, dq_parts, kBlockQ * dim / dq_parts]
+  int32_t* head_done;    // [b * h_q / part_heads] shared row tiles converted
+  int32_t*
+      kv_counts;  // [kv_sum_heads, num_k_tiles, 8 warps] parts that are in a sum, and sums that were taken
+  int32_t* ring_counts;  // [ring_heads, num_q_tiles, dq_parts]
+  float* dq_ring;        // [ring_heads, num_q_tiles, dq_parts, kBlockQ * dim / dq_parts]
+  float* kv_sums;        // [kv_sum_heads, num_k_tiles, block_k * (dim_qk + dim_v)]
   // Outputs, strided:
   void* dq;
   void* dk;
@@ -56,12 +78,12 @@ struct PrepareArgs {
   const float* lse;   // [b, h_q, s_q]
   const float* dlse;  // [b, h_q, s_q]; may be nullptr
   Strides stride_out, stride_dout;
-  int32_t block_k;
+  int32_t block_k, dq_parts;
   void* zeroed;  // the part of the workspace that must be zero
   int64_t zeroed_bytes;
 };
 
-// Fills hulls, bounds, order, counts, lse and delta; writes zeros to dq where no key is visible.
+// Fills hulls, bounds, items, counts, lse and delta; writes zeros to dq where no key is visible.
 cudaError_t prepare(const KernelArgs& args, const PrepareArgs& prepare_args, cudaStream_t stream);
 
 // Zeros of a strided [b, s, h, d] tensor of 2-byte elements.
@@ -74,6 +96,7 @@ struct BwdKernel {
   int32_t dim_qk, dim_v;
   int32_t block_k;   // keys of a work item
   int32_t dq_parts;  // sums a row tile has in the ring
+  bool sums_parts;   // whether a group of query heads may be cut, see kv_sum.cuh
   cudaError_t (*launch)(const KernelArgs& args, int32_t num_ctas, cudaStream_t stream);
 };
 

@@ -2,8 +2,8 @@
 // Constants, shared-memory layout, barriers and kernel arguments of the Hopper backward.
 //
 // One work item is a key tile of one (batch, key/value head): kBlockK keys. The CTA walks the row
-// tiles that the mask leaves visible (kBlockQ query rows each), over every query head of the group,
-// and keeps dK and dV in registers all the way. Per step, five products:
+// tiles that the mask leaves visible (kBlockQ query rows each), over every query head of the group or
+// over a part of them (plan.h), and keeps dK and dV in registers all the way. Per step, five products:
 //     S^T = K Q^T     dP^T = V dO^T     dV += P^T dO     dK += dS^T Q     dQ_step = dS K
 // Everything is transposed (keys are accumulator rows), so P^T turns into the register operand of dV
 // in place, and a thread needs the mask bounds of two keys only.
@@ -36,14 +36,6 @@ constexpr int kStepBarrier = 1;   // named barrier of the two consumer warpgroup
 constexpr int kGroupBarrier = 2;  // and 3: of each of them
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr uint32_t kAllLanes = 0xFFFFFFFF;
-
-// What a key tile is about. num_steps < 0: no more work.
-struct TileInfo {
-  int32_t b_idx, h_kv_idx, k_tile_idx, num_steps;
-  // The ring slot of the head: its first row of tiles less h_kv_idx * group, so that h_q_idx can be
-  // added; the head that had it before (< 0: none) and how many of its sums must be converted.
-  int32_t ring_row, ring_before, ring_before_sums;
-};
 
 // One step: written by the loader, read by consumers and the dQ writer.
 struct alignas(16) StepInfo {

@@ -16,6 +16,7 @@
 #include "config.cuh"
 #include "dq.cuh"
 #include "hidden.cuh"
+#include "kv_sum.cuh"
 
 namespace fm3::sm90_bwd {
 
@@ -99,8 +100,8 @@ __device__ __forceinline__ void store_gradient(const float (&acc)[N / 2], float 
                                                void* base, const Strides& stride, int32_t s_k,
                                                int32_t d_begin, int32_t d) {
   using T = typename C::T;
-  int32_t k_idx =
-      tile.k_tile_idx * C::kBlockK + k_first + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  const int32_t thread = read_thread();
+  int32_t k_idx = tile.k_tile_idx * C::kBlockK + k_first + thread % 128 / 32 * 16 + thread % 32 / 4;
   T* row = static_cast<T*>(base) + tile.b_idx * stride.b + tile.h_kv_idx * stride.h +
            k_idx * stride.s + d_begin;
 #pragma unroll
@@ -403,8 +404,19 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
       ++num_kv;
     }
 
-    // `ds` is free once both warpgroups' products are complete and the tile before has left it.
     const TileInfo& tile = smem.tile[tile_pos.slot()];
+    if (tile.kv_sum_idx >= 0) {
+      if (sum_parts<C>(args, tile, acc_dk, acc_dv)) {
+        store_gradient<C, C::kDimV>(acc_dv, 1.f, tile, group_idx * 64, args.dv, args.stride_dv,
+                                    args.shape.s_k, 0, args.shape.d_v);
+        store_gradient<C, C::kDim>(acc_dk, args.softmax_scale, tile, group_idx * 64, args.dk,
+                                   args.stride_dk, args.shape.s_k, 0, args.shape.d_qk);
+      }
+      __syncwarp();
+      if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.tile_empty[tile_pos.slot()]);
+      continue;
+    }
+    // `ds` is free once both warpgroups' products are complete and the tile before has left it.
     T* const staged = smem.ds[group_idx];
     static_assert(C::kBlockK * kBlockQ >= 64 * C::kDim && C::kDim == C::kDimV);
     if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();

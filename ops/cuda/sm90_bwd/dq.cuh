@@ -28,6 +28,11 @@ __device__ __forceinline__ int32_t load_acquire(const int32_t* address) {
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
   return value;
 }
+__device__ __forceinline__ int32_t load_relaxed(const int32_t* address) {
+  int32_t value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
 __device__ __forceinline__ int32_t add_relaxed(int32_t* address, int32_t value) {
   int32_t old;
   asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;"
@@ -43,6 +48,9 @@ __device__ __forceinline__ int32_t add_acq_rel(int32_t* address, int32_t value) 
                : "l"(address), "r"(value)
                : "memory");
   return old;
+}
+__device__ __forceinline__ void add_without_return(int32_t* address, int32_t value) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 // Between generic and async accesses to global memory.
 __device__ __forceinline__ void fence_proxy_async_all() {
@@ -60,10 +68,10 @@ __device__ __forceinline__ void wait_at_least(const int32_t* address, int32_t va
 #endif
 }
 
-// Key/value head of a query head, counted over the batch: the order in which work is claimed.
-__device__ __forceinline__ int32_t head_index(const KernelArgs& args, int32_t b_idx,
-                                              int32_t h_q_idx) {
-  return b_idx * args.shape.h_kv + h_q_idx / args.group;
+// Part of a group that a query head belongs to, counted over the batch.
+__device__ __forceinline__ int32_t head_part(const KernelArgs& args, int32_t b_idx,
+                                             int32_t h_q_idx) {
+  return (b_idx * args.shape.h_q + h_q_idx) / __ldg(&args.plan->part_heads);
 }
 
 // Stores one packed fragment row pair: `left` holds two columns of block 2 p, `right` of 2 p + 1.
@@ -140,16 +148,21 @@ class DqWriter {
       // Before the first part is there to be added: asking takes a while.
       if (tile.num_steps > 0) wait_for_ring(tile);
       for (int32_t part = tile.num_steps * C::kDqParts; part > 0; --part, ++dq_pos.count) {
+        // The turn is waited for while the products run, see add().
+        if (C::kDqParts == 1 && args_.is_deterministic && part < tile.num_steps) {
+          wait_for_turn(tile, smem_.info[dq_pos.count % kNumInfo]);
+        }
         ptx::mbar_wait(&smem_.dq_full, dq_pos.parity());
         part_idx_ = dq_pos.count % C::kDqParts;
         const StepInfo info =
             smem_.info[dq_pos.count / C::kDqParts % kNumInfo];  // one 16-byte load
         if ((info.visits_order & 0xFFFF) > 1) {
-          add(tile, info);
+          add(tile, info, dq_pos.count, part);
         } else {  // the only part: a converter takes it from where it is, and frees `dq`
           drain();
           reserve(tile.b_idx, 0, info);
           publish();
+          num_turns_seen_ = 0;
         }
       }
       ptx::mbar_arrive_as_warp(&smem_.tile_empty[tile_pos.slot()]);
@@ -172,24 +185,42 @@ class DqWriter {
     fence_proxy_async_all();
   }
 
-  __device__ __forceinline__ void add(const volatile TileInfo& tile, const StepInfo& info) {
+  __device__ __forceinline__ int32_t sum_index(const volatile TileInfo& tile,
+                                               const StepInfo& info) const {
+    return ((tile.ring_row + info.h_q_idx) * args_.num_q_tiles + info.q_tile_idx) * C::kDqParts +
+           part_idx_;
+  }
+  __device__ __forceinline__ void wait_for_turn(const volatile TileInfo& tile,
+                                                const StepInfo& info) {
+    const int32_t turn = info.visits_order >> 16;
+    if (num_turns_seen_ >= turn) return;
+    wait_at_least(args_.ring_counts + sum_index(tile, info), turn);
+    num_turns_seen_ = turn;
+  }
+
+  __device__ __forceinline__ void add(const volatile TileInfo& tile, const StepInfo& info,
+                                      uint32_t dq_count, int32_t parts_left) {
     const int32_t b_idx = tile.b_idx;
-    const int32_t sum_idx =
-        ((tile.ring_row + info.h_q_idx) * args_.num_q_tiles + info.q_tile_idx) * C::kDqParts +
-        part_idx_;
-    if (args_.is_deterministic) {
-      wait_at_least(args_.ring_counts + sum_idx, info.visits_order >> 16);
-    }
+    const int32_t sum_idx = sum_index(tile, info);
+    if (args_.is_deterministic) wait_for_turn(tile, info);
     reduce_to_ring(args_.dq_ring + static_cast<int64_t>(sum_idx) * Sizes<C>::kPartFloats, smem_.dq,
                    Sizes<C>::kPartFloats * 4);
     ptx::bulk_commit();
     if (args_.is_deterministic) {
       ptx::bulk_wait_read<0>();
       ptx::mbar_arrive_as_warp(&smem_.dq_empty[part_idx_]);
+      // The count that the next part has to wait for, on its way while this one completes. (The consumers
+      // had that step's Q, and hence its info, before they handed over this dQ.)
+      num_turns_seen_ = 0;
+      if (C::kDqParts == 1 && parts_left > 1) {
+        num_turns_seen_ = load_relaxed(args_.ring_counts +
+                                       sum_index(tile, smem_.info[(dq_count + 1) % kNumInfo]));
+      }
       // Complete it at once: the next in turn waits for this count, whatever it is that we do next.
       ptx::bulk_wait<0>();
-      const int32_t num_visits = info.visits_order & 0xFFFF;
-      if (add_acq_rel(args_.ring_counts + sum_idx, 1) == num_visits - 1) {
+      // Nobody waits for the old count: whose turn is the last one knows it.
+      add_without_return(args_.ring_counts + sum_idx, 1);
+      if (static_cast<int32_t>(info.visits_order >> 16) + 1 == (info.visits_order & 0xFFFF)) {
         reserve(b_idx, sum_idx, info);
         publish();
       }
@@ -234,6 +265,7 @@ class DqWriter {
   Smem<C>& smem_;
   RingPos<kNumEvents> reserved_, published_;
   int32_t part_idx_ = 0;
+  int32_t num_turns_seen_ = 0;    // of the next part's sum, at least
   bool has_unpublished_ = false;  // one reduction is in flight and its event not yet announced
 };
 
@@ -302,7 +334,7 @@ __device__ __forceinline__ void run_dq_converter(const KernelArgs& args, Smem<C>
     __threadfence();
     __syncwarp();
     if (is_leader) {
-      add_acq_rel(args.head_done + head_index(args, event.b_idx, event.h_q_idx), 1);
+      add_acq_rel(args.head_done + head_part(args, event.b_idx, event.h_q_idx), 1);
     }
   }
 }

@@ -22,7 +22,7 @@ cudaError_t launch(const KernelArgs& args, int32_t num_ctas, cudaStream_t stream
 
 template <class C>
 constexpr BwdKernel make_kernel(DType dtype) {
-  return {dtype, C::kDim, C::kDimV, C::kBlockK, C::kDqParts, launch<C>};
+  return {dtype, C::kDim, C::kDimV, C::kBlockK, C::kDqParts, !C::kSplitsColumns, launch<C>};
 }
 
 }  // namespace

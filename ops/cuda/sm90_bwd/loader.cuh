@@ -18,46 +18,25 @@ __device__ __forceinline__ void load_panels(T* smem_dst, const CUtensorMap* map,
   }
 }
 
-// Claims the next work item and says in slot `tile_pos` what it is. All lanes; the slot is read by
-// the loader too.
+// Claims the next work item and copies what it is about to slot `tile_pos`. All lanes; the slot is read
+// by the loader too.
 template <class C>
 __device__ __forceinline__ void publish_tile(const KernelArgs& args, Smem<C>& smem,
                                              const RingPos<2>& tile_pos) {
-  const bool is_leader = threadIdx.x % 32 == 0;
+  const int32_t lane = threadIdx.x % 32;
   int32_t work_idx = 0;
-  if (is_leader) work_idx = atomicAdd(args.next_work, 1);
+  if (lane == 0) work_idx = atomicAdd(args.next_work, 1);
   work_idx = __shfl_sync(kAllLanes, work_idx, 0);
-
-  // Work order: (batch, kv head) by (batch, kv head), so that few heads of the dQ ring are open;
-  // inside one, the key tiles in the order of the mask's list.
-  TileInfo tile = {0, 0, 0, -1, 0, 0, 0};
-  if (work_idx < args.num_work) {
-    const int32_t head_idx = work_idx / args.num_k_tiles;
-    tile.b_idx = head_idx / args.shape.h_kv;
-    tile.h_kv_idx = head_idx % args.shape.h_kv;
-    const int64_t list = mask_index(args, tile.b_idx, tile.h_kv_idx * args.group);
-    tile.k_tile_idx = args.tile_order[list * args.num_k_tiles + work_idx % args.num_k_tiles];
-    tile.num_steps = 0;
-    for (int32_t g_idx = 0; g_idx < args.group; ++g_idx) {
-      const int64_t mask_idx = mask_index(args, tile.b_idx, tile.h_kv_idx * args.group + g_idx);
-      tile.num_steps += args.tile_steps[mask_idx * args.num_k_tiles + tile.k_tile_idx];
-    }
-    tile.ring_row = (head_idx % args.ring_heads - tile.h_kv_idx) * args.group;
-    tile.ring_before = head_idx - args.ring_heads;
-    if (tile.ring_before >= 0) {
-      for (int32_t g_idx = 0; g_idx < args.group; ++g_idx) {
-        tile.ring_before_sums +=
-            args.shared_rows[mask_index(args, tile.ring_before / args.shape.h_kv,
-                                        tile.ring_before % args.shape.h_kv * args.group + g_idx)];
-      }
-      tile.ring_before_sums *= C::kDqParts;
-    }
+  constexpr int32_t kParts = sizeof(TileInfo) / sizeof(int4);
+  int4 part = make_int4(0, 0, 0, -1);
+  if (lane < kParts &&
+      work_idx < args.num_k_tiles * args.shape.b * args.shape.h_q / __ldg(&args.plan->part_heads)) {
+    part = __ldg(reinterpret_cast<const int4*>(args.items + work_idx) + lane);
   }
   ptx::mbar_wait(&smem.tile_empty[tile_pos.slot()], tile_pos.write_parity());
-  if (is_leader) {
-    smem.tile[tile_pos.slot()] = tile;
-    ptx::mbar_arrive(&smem.tile_full[tile_pos.slot()]);
-  }
+  if (lane < kParts) reinterpret_cast<int4*>(&smem.tile[tile_pos.slot()])[lane] = part;
+  __syncwarp();
+  if (lane == 0) ptx::mbar_arrive(&smem.tile_full[tile_pos.slot()]);
   __syncwarp();
 }
 
@@ -78,12 +57,20 @@ __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem
     if (steps_left < 0) return;
     if (steps_left == 0) continue;
     bool needs_kv = true;
-    for (int32_t g_idx = 0; g_idx < args.group; ++g_idx) {
-      const int32_t h_q_idx = tile.h_kv_idx * args.group + g_idx;
-      const int32_t mask_idx = mask_index(args, tile.b_idx, h_q_idx);
-      bool needs_bounds = g_idx == 0 || mask_idx != mask_index(args, tile.b_idx, h_q_idx - 1);
+    // Heads of one walk: all that the item has, or one.
+    for (int32_t walk_end = tile.h_q_begin; walk_end < tile.h_q_end;) {
+      const int32_t walk_begin = walk_end;
+      walk_end = tile.heads_inside ? tile.h_q_end : walk_begin + 1;
+      const int32_t mask_idx = mask_index(args, tile.b_idx, walk_begin);
+      bool needs_bounds =
+          walk_begin == tile.h_q_begin || mask_idx != mask_index(args, tile.b_idx, walk_begin - 1);
       RowWalk walk(args, mask_idx, tile.k_tile_idx);
-      while (walk.next(args)) {
+      int32_t h_q_idx = walk_end;
+      for (;; ++h_q_idx) {
+        if (h_q_idx == walk_end) {
+          if (!walk.next(args)) break;
+          h_q_idx = walk_begin;
+        }
         const uint32_t visits_order = walk.visits_order();
         const uint32_t slot = step_pos.slot();
         num_bounds += needs_bounds;

@@ -82,11 +82,63 @@ __global__ void __launch_bounds__(kThreads)
   if (lane == 0) {
     args.tile_steps[tile_idx] = num_steps;
     args.step_chunks[tile_idx] = make_int2(first_chunk, end_chunk);
+    // The row tile a walk is at after a few steps, from either end.
+    const uint2* const bits =
+        args.step_bits + tile_idx * args.num_q_chunks;  // this lane's own writes
+    int2 sample = make_int2(-1, -1);
+    if (num_steps > 0) {
+      int32_t left = min(kSampleStep, num_steps - 1), chunk = first_chunk;
+      for (; left >= __popc(bits[chunk].x); ++chunk) left -= __popc(bits[chunk].x);
+      sample.x = chunk * 32 + static_cast<int32_t>(__fns(bits[chunk].x, 0, left + 1));
+      left = min(kSampleStep, num_steps - 1), chunk = end_chunk - 1;
+      for (; left >= __popc(bits[chunk].x); --chunk) left -= __popc(bits[chunk].x);
+      sample.y = chunk * 32 + 31 - static_cast<int32_t>(__fns(__brev(bits[chunk].x), 0, left + 1));
+    }
+    args.sample_rows[tile_idx] = sample;
   }
 }
 
 // --- 3. Order of the key tiles, and the row tiles that share a sum ------------------------------
-// Free order: longest first, so that what starts last is short. Fixed order (deterministic): from
+// What the key tiles of a list visit, the same in all threads of a block.
+__device__ VisitSummary summarize(const KernelArgs& args, int64_t tiles_begin) {
+  __shared__ int32_t smem_sums[4];
+  __shared__ unsigned long long smem_steps;
+  if (threadIdx.x < 4) smem_sums[threadIdx.x] = 0;
+  if (threadIdx.x == 0) smem_steps = 0;
+  __syncthreads();
+  int64_t num_steps = 0;
+  int32_t max_steps = 0, num_visiting = 0, num_apart_up = 0, num_apart_down = 0;
+  for (int32_t idx = threadIdx.x; idx < args.num_k_tiles; idx += kThreads) {
+    const int32_t steps = args.tile_steps[tiles_begin + idx];
+    num_steps += steps;
+    max_steps = max(max_steps, steps);
+    num_visiting += steps > 0;
+    const int2 own = args.sample_rows[tiles_begin + idx];
+    const int2 next = idx + 1 < args.num_k_tiles ? args.sample_rows[tiles_begin + idx + 1] : own;
+    num_apart_up += own.x != next.x;
+    num_apart_down += own.y != next.y;
+  }
+  max_steps = __reduce_max_sync(kAllLanes, max_steps);
+  num_visiting = __reduce_add_sync(kAllLanes, num_visiting);
+  num_apart_up = __reduce_add_sync(kAllLanes, num_apart_up);
+  num_apart_down = __reduce_add_sync(kAllLanes, num_apart_down);
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    num_steps += __shfl_xor_sync(kAllLanes, num_steps, offset);
+  }
+  if (threadIdx.x % 32 == 0) {
+    atomicAdd(&smem_steps, static_cast<unsigned long long>(num_steps));
+    atomicMax(&smem_sums[0], max_steps);
+    atomicAdd(&smem_sums[1], num_visiting);
+    atomicAdd(&smem_sums[2], num_apart_up);
+    atomicAdd(&smem_sums[3], num_apart_down);
+  }
+  __syncthreads();
+  return {static_cast<int64_t>(smem_steps), smem_sums[0], smem_sums[1], smem_sums[2], smem_sums[3]};
+}
+
+// Free order: longest first, so that what starts last is short; where the key tiles of a mask are aligned
+// at their last rows, by key instead, so that neighbours run together. Fixed order (deterministic): from
 // the last key tile down. Every row tile is then summed in that order, and under a causal rule or a
 // window the tiles reach it in that order by themselves, because a later tile starts at later rows.
 __global__ void __launch_bounds__(kThreads) order_kernel(KernelArgs args) {
@@ -94,8 +146,16 @@ __global__ void __launch_bounds__(kThreads) order_kernel(KernelArgs args) {
   const int64_t tiles_begin = int64_t{blockIdx.y} * args.num_k_tiles;
   const int32_t tile_idx = blockIdx.x * kThreads + threadIdx.x;
   const bool is_tile = tile_idx < args.num_k_tiles;
+  const VisitSummary visits = summarize(args, tiles_begin);
+  const Walk walk = choose_walk(visits);
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    args.walks[blockIdx.y] = walk;
+    if (blockIdx.y == 0) *args.plan = choose_plan(args.plan_input, visits);
+  }
   if (args.is_deterministic) {
     if (is_tile) args.tile_order[tiles_begin + args.num_k_tiles - 1 - tile_idx] = tile_idx;
+  } else if (walk == kWalkDownAligned && args.group > 1) {
+    if (is_tile) args.tile_order[tiles_begin + tile_idx] = tile_idx;
   } else {
     const int32_t own_steps = is_tile ? args.tile_steps[tiles_begin + tile_idx] : 0;
     int32_t rank = 0;
@@ -124,7 +184,57 @@ __global__ void __launch_bounds__(kThreads) order_kernel(KernelArgs args) {
   }
 }
 
-// --- 4. Turns (deterministic): how many visitors of a row tile come before a key tile -----------
+// --- 4. The list of work --------------------------------------------------------------------------
+// Head part by head part (batch, kv head, part of its group), so that few heads of the ring are open;
+// heads_together of them take turns. Inside one, the key tiles in the order of the mask's list.
+__global__ void __launch_bounds__(kThreads) item_kernel(KernelArgs args, int32_t dq_parts) {
+  const WorkPlan plan = *args.plan;
+  const int32_t num_head_parts = args.shape.b * args.shape.h_q / plan.part_heads;
+  const int32_t work_idx = blockIdx.x * kThreads + threadIdx.x;
+  if (work_idx >= num_head_parts * args.num_k_tiles) return;
+  const ItemPlace place =
+      item_place(work_idx, args.num_k_tiles, num_head_parts, plan.heads_together);
+  const int32_t head_idx = place.head_part / plan.num_parts;  // (batch, kv head)
+  const int32_t part = place.head_part % plan.num_parts;
+  TileInfo tile = {};
+  tile.b_idx = head_idx / args.shape.h_kv;
+  tile.h_kv_idx = head_idx % args.shape.h_kv;
+  const int32_t h_q_first = tile.h_kv_idx * args.group;
+  tile.h_q_begin = h_q_first + part * plan.part_heads;
+  tile.h_q_end = tile.h_q_begin + plan.part_heads;
+  const int64_t list = mask_index(args, tile.b_idx, h_q_first);  // parts of a head share one order
+  tile.k_tile_idx = args.tile_order[list * args.num_k_tiles + place.rank];
+  const auto sum_of_masks = [&](int32_t b_idx, int32_t h_q_begin, const int32_t* values,
+                                int64_t stride) {
+    int32_t sum = 0;
+    for (int32_t h_q_idx = h_q_begin; h_q_idx < h_q_begin + plan.part_heads; ++h_q_idx) {
+      sum += values[mask_index(args, b_idx, h_q_idx) * stride];
+    }
+    return sum;
+  };
+  tile.num_steps =
+      sum_of_masks(tile.b_idx, tile.h_q_begin, args.tile_steps + tile.k_tile_idx, args.num_k_tiles);
+  const int32_t walk = args.walks[list];
+  const bool same_mask = args.mask.h_mask <= args.shape.h_kv;
+  tile.heads_inside =
+      same_mask && (walk == kWalkUpAligned || (walk == kWalkDownAligned && !args.is_deterministic));
+  tile.ring_row = place.head_part % plan.ring_slots * plan.part_heads - tile.h_q_begin;
+  tile.ring_before = place.head_part - plan.ring_slots;
+  if (tile.ring_before >= 0) {
+    const int32_t first_row_head = tile.ring_before * plan.part_heads;  // of all query heads
+    tile.ring_before_sums =
+        dq_parts * sum_of_masks(first_row_head / args.shape.h_q, first_row_head % args.shape.h_q,
+                                args.shared_rows, 1);
+  }
+  tile.kv_sum_idx = -1;
+  if (plan.num_parts > 1) {
+    tile.kv_sum_idx = head_idx % args.kv_sum_heads * args.num_k_tiles + place.rank;
+    tile.kv_counts_before = head_idx / args.kv_sum_heads * (plan.num_parts + 1);
+  }
+  args.items[work_idx] = tile;
+}
+
+// --- 5. Turns (deterministic): how many visitors of a row tile come before a key tile -----------
 __global__ void __launch_bounds__(kThreads) turn_kernel(KernelArgs args, int32_t block_k) {
   const int32_t q_tile_idx = blockIdx.x * kThreads + threadIdx.x;
   const int32_t mask_idx = blockIdx.y;
@@ -138,7 +248,7 @@ __global__ void __launch_bounds__(kThreads) turn_kernel(KernelArgs args, int32_t
   }
 }
 
-// --- 5. Rows: lse in log2, delta, and dq of row tiles without visitors --------------------------
+// --- 6. Rows: lse in log2, delta, and dq of row tiles without visitors --------------------------
 // 16 lanes a row; consecutive blocks take neighbouring heads, which are neighbours in memory.
 template <class T>
 __global__ void __launch_bounds__(kThreads) row_kernel(KernelArgs args, PrepareArgs in) {
@@ -221,6 +331,7 @@ cudaError_t prepare(const KernelArgs& args, const PrepareArgs& in, cudaStream_t 
   scan_kernel<<<div_up(num_blocks, kWarps), kThreads, 0, stream>>>(args, num_blocks);
   visit_kernel<<<div_up(num_tiles, kWarps), kThreads, 0, stream>>>(args, in.block_k, num_tiles);
   order_kernel<<<dim3(div_up(args.num_k_tiles, kThreads), num_masks), kThreads, 0, stream>>>(args);
+  item_kernel<<<div_up(args.max_items, kThreads), kThreads, 0, stream>>>(args, in.dq_parts);
   if (args.is_deterministic) {
     turn_kernel<<<dim3(div_up(args.num_q_tiles, kThreads), num_masks), kThreads, 0, stream>>>(
         args, in.block_k);

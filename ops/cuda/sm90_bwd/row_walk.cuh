@@ -6,20 +6,23 @@
 
 namespace fm3::sm90_bwd {
 
-// Walks the visited row tiles of one key tile upwards, 32 at a time. All lanes of a converged warp.
+// Walks the visited row tiles of one key tile, 32 at a time: upwards, or downwards where the mask's key tiles
+// are aligned at their last rows and no order is prescribed. All lanes of a converged warp.
 class RowWalk {
  public:
   __device__ RowWalk(const KernelArgs& args, int32_t mask_idx, int32_t k_tile_idx)
       : mask_idx_(mask_idx), k_tile_idx_(k_tile_idx) {
     const int2 chunks = __ldg(args.step_chunks + tile(args));
-    chunk_ = chunks.x - 1;
-    end_chunk_ = chunks.y;
+    is_down_ = !args.is_deterministic && __ldg(args.walks + mask_idx) == kWalkDownAligned;
+    chunk_ = is_down_ ? chunks.y : chunks.x - 1;
+    end_chunk_ = is_down_ ? chunks.x - 1 : chunks.y;
   }
 
   // Moves to the next visited row tile; false if there is none.
   __device__ bool next(const KernelArgs& args) {
     while (visible_ == 0) {
-      if (++chunk_ >= end_chunk_) return false;
+      chunk_ += is_down_ ? -1 : 1;
+      if (chunk_ == end_chunk_) return false;
       const uint2 bits = __ldg(args.step_bits + tile(args) * args.num_q_chunks + chunk_);
       visible_ = bits.x;
       partial_ = bits.y;
@@ -34,8 +37,8 @@ class RowWalk {
         }
       }
     }
-    bit_ = __ffs(visible_) - 1;
-    visible_ &= visible_ - 1;
+    bit_ = is_down_ ? 31 - __clz(visible_) : __ffs(visible_) - 1;
+    visible_ ^= 1u << bit_;
     return true;
   }
   __device__ int32_t q_tile_idx() const { return chunk_ * 32 + bit_; }
@@ -51,6 +54,7 @@ class RowWalk {
 
   int32_t mask_idx_, k_tile_idx_;
   int32_t chunk_, end_chunk_, bit_ = 0;
+  bool is_down_;
   uint32_t visible_ = 0, partial_ = 0, own_visits_order_ = 0;
 };
 

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a call's work is cut and in which order it is claimed: for the device and for the tests on the host.
+//
+// A work item is a key tile of one key/value head, over the query heads of its group or over a part of
+// them. What a simulation of items, CTAs, ring and L2 and the H200 agree on (results/sm90_bwd.md):
+// * Items that follow each other in the list run at the same time. Where their walks begin at the same
+//   row tile (causal masks: at the last one), one finds in L2 what the other has left there, if all heads
+//   of a row tile come before the next row tile. So each list says where its key tiles are aligned.
+// * What an item touches (Q, dO and dQ of its row tiles and heads) must fit into L2 all the same, or a
+//   CTA that starts a little later finds nothing of it there. So a group is cut where rows are long.
+// * The longest items of the last heads must not start last. So a group is cut where items are few, or
+//   the items of several heads are claimed in turns.
+#pragma once
+
+#include <cstdint>
+
+#include "steps.h"
+
+namespace fm3::sm90_bwd {
+
+// What the key tiles of one mask visit. Where two neighbours are after a few steps tells whether they walk
+// together.
+constexpr int32_t kSampleStep = 7;
+struct VisitSummary {
+  int64_t num_steps;       // of all key tiles
+  int32_t max_steps;       // of one
+  int32_t num_visiting;    // key tiles that visit anything
+  int32_t num_apart_up;    // neighbours that are at different rows after kSampleStep steps,
+  int32_t num_apart_down;  // walking up, walking down
+};
+
+enum Walk : int32_t { kWalkUp = 0, kWalkUpAligned = 1, kWalkDownAligned = 2 };
+
+FM3_HOST_DEVICE Walk choose_walk(const VisitSummary& visits) {
+  const int32_t few = visits.num_visiting / 2;
+  if (visits.num_apart_up <= few) return kWalkUpAligned;
+  return visits.num_apart_down <= few ? kWalkDownAligned : kWalkUp;
+}
+
+struct PlanInput {
+  int32_t group;         // query heads of a key/value head
+  int32_t num_kv_heads;  // b * h_kv
+  int32_t num_k_tiles;
+  int32_t ring_heads;      // query heads whose sums the ring holds; a multiple of max_part_heads
+  int32_t max_part_heads;  // divides group
+  int32_t can_cut;         // whether an item may have fewer
+  int32_t num_sms;
+  int32_t step_bytes;  // Q, dO and dQ of a row tile of one head
+  int32_t is_deterministic;
+};
+
+struct WorkPlan {
+  int32_t part_heads;      // query heads of an item; divides the group
+  int32_t num_parts;       // group / part_heads
+  int32_t heads_together;  // (batch, kv head, part)s whose key tiles are claimed in turns
+  int32_t
+      ring_slots;  // of part_heads query heads each; at least 2 * heads_together, or enough for all
+};
+
+constexpr int64_t kL2Bytes = 32 << 20;  // of 50 MB, what items that run together may count on
+constexpr int64_t kTileSteps = 3;       // a change of the key tile, in steps
+constexpr int64_t kSumSteps = 1;        // adding a part's dK and dV to fp32 sums, in steps
+constexpr int64_t kTurnSteps = 2;       // in a fixed order, from one addition to a sum to the next
+constexpr int32_t kMaxTogether = 8;
+
+// Expected duration in 1/256 steps of a multiprocessor, if items have `part_heads` query heads and those of
+// `together` head parts take turns.
+FM3_HOST_DEVICE int64_t plan_cost(const PlanInput& in, const VisitSummary& visits,
+                                  int32_t part_heads, int32_t together) {
+  const int64_t num_parts = in.group / part_heads;
+  const int64_t change = kTileSteps + (num_parts > 1 ? kSumSteps : 0);
+  const int64_t head =  // the work of one head part, evenly spread, in 1/256 steps
+      (visits.num_steps * part_heads + in.num_k_tiles * change) * 256 / in.num_sms;
+  int64_t busy = head * num_parts * in.num_kv_heads;
+  // The longest of the last items start when all the others have been claimed.
+  const int64_t longest = (int64_t{visits.max_steps} * part_heads + change) * 256;
+  const int64_t tail = longest - head * together;
+  // What the items that run together touch comes through L2 again and again if it is more than that
+  // holds: up to an eighth.
+  const int64_t touched =
+      visits.num_steps / larger(visits.num_visiting, 1) * part_heads * together * in.step_bytes;
+  const int64_t excess = touched - kL2Bytes;
+  if (excess > 0) busy += busy / 32 * (excess < 4 * kL2Bytes ? excess : 4 * kL2Bytes) / kL2Bytes;
+  if (in.is_deterministic) {
+    // Neighbours that begin at the same row tile wait there for their turns.
+    const int64_t late = kTurnSteps * 256 - head * together / in.num_k_tiles;
+    if (late > 0 && choose_walk(visits) == kWalkUpAligned) {
+      busy += late * num_parts * in.num_kv_heads * in.num_k_tiles / in.num_sms * 4;
+    }
+    // Parts of a head that run at the same time wait for each other at their ends.
+    if (num_parts > 1 && in.num_k_tiles < 2 * in.num_sms) busy += busy / 2;
+  }
+  // A head part keeps its ring slot for as long as its longest item, which may convert every sum that it
+  // adds to and is slower by half then; whoever claims for a later head waits.
+  const int64_t open_heads = (longest * 3 / 2) / (head > 0 ? head : 1) + together + 1;
+  const int64_t slots = in.ring_heads / part_heads;
+  if (open_heads > slots && num_parts * in.num_kv_heads > slots)
+    busy += busy / slots * (open_heads - slots);
+  return busy + (tail > 0 ? tail : 0);
+}
+
+// Claim:      heads_together is 1 or at most half of ring_slots.
+// Because:    no more are tried.
+// Breaks if:  the ring's size stops being a multiple of max_part_heads. (A head part would wait for a slot
+//             of one whose items are claimed after its own: nobody would go on.)
+// Tested by:  test/unit/test_sm90_bwd_plan.py
+FM3_HOST_DEVICE WorkPlan choose_plan(const PlanInput& in, const VisitSummary& visits) {
+  WorkPlan plan = {in.max_part_heads, 1, 1, 1};
+  int64_t best = plan_cost(in, visits, plan.part_heads, 1);
+  for (int32_t heads = in.max_part_heads; heads > 0; --heads) {
+    if (heads < in.max_part_heads && !in.can_cut) break;
+    if (in.group % heads != 0) continue;
+    const int32_t slots = in.ring_heads / heads;
+    for (int32_t together = 1; together <= kMaxTogether; together *= 2) {
+      if (together > 1 && 2 * together > slots) break;
+      const int64_t cost = plan_cost(in, visits, heads, together);
+      // Only for a gain that can be seen; heads that take turns lose more in L2 than the model knows.
+      const int64_t least = cost / (together == 1 || in.is_deterministic ? 128 : 16);
+      if (cost + least >= best) continue;
+      best = cost;
+      plan.part_heads = heads;
+      plan.heads_together = together;
+    }
+  }
+  plan.num_parts = in.group / plan.part_heads;
+  plan.ring_slots = in.ring_heads / plan.part_heads;
+  return plan;
+}
+
+// Where item `work_idx` stands: in which head part, and at which place of its list of key tiles.
+struct ItemPlace {
+  int32_t head_part, rank;
+};
+FM3_HOST_DEVICE ItemPlace item_place(int32_t work_idx, int32_t num_k_tiles, int32_t num_head_parts,
+                                     int32_t heads_together) {
+  const int32_t first = work_idx / (num_k_tiles * heads_together) * heads_together;
+  const int32_t heads = smaller(heads_together, num_head_parts - first);
+  const int32_t inside = work_idx - first * num_k_tiles;
+  return {first + inside % heads, inside / heads};
+}
+
+}  // namespace fm3::sm90_bwd

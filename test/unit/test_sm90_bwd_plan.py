@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the Hopper backward cuts its work and in which order it is claimed: the device's own code on the host."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_SMS = 132
+STEP_BYTES = 64 * 128 * 8  # Q, dO (bf16) and dQ (fp32) of 64 rows, head dim 128
+UP, UP_ALIGNED, DOWN_ALIGNED = 0, 1, 2
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+class PlanInput(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int32) for name in (
+        "group", "num_kv_heads", "num_k_tiles", "ring_heads", "max_part_heads", "can_cut", "num_sms", "step_bytes",
+        "is_deterministic",
+    )]  # fmt: skip
+
+
+class VisitSummary(ctypes.Structure):
+    _fields_ = [("num_steps", ctypes.c_int64)] + [
+        (name, ctypes.c_int32) for name in ("max_steps", "num_visiting", "num_apart_up", "num_apart_down")
+    ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    part_heads: int
+    num_parts: int
+    heads_together: int
+    ring_slots: int
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    path = tmp_path_factory.mktemp("plan") / "plan.so"
+    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", f"-I{ROOT}", f"-I{ROOT}/ops/include"]
+    subprocess.run([*command, str(ROOT / "test/cpp/sm90_bwd_steps.cc"), "-o", str(path)], check=True)
+    library = ctypes.CDLL(str(path))
+    library.plan_cost.restype = ctypes.c_int64
+    return library
+
+
+def plan_input(
+    heads: tuple[int, int], b: int, s: int, *, can_cut: bool = True, deterministic: bool = False
+) -> PlanInput:
+    """As the dispatch fills it in for 128 keys a tile and head dim 128."""
+    h_q, h_kv = heads
+    group, num_k_tiles = h_q // h_kv, -(-s // 128)
+    can_cut = can_cut and group > 1
+    part = max(x for x in range(1, group + 1) if group % x == 0 and (x * s * 512 <= 128 << 20 or x == 1 or not can_cut))
+    slots = min(b * h_q // part, max(3, 1 + -(-1024 // num_k_tiles)))
+    return PlanInput(group, b * h_kv, num_k_tiles, slots * part, part, can_cut, NUM_SMS, STEP_BYTES, deterministic)
+
+
+def summary(steps: np.ndarray, *, apart_up: int, apart_down: int) -> VisitSummary:
+    return VisitSummary(int(steps.sum()), int(steps.max()), int((steps > 0).sum()), apart_up, apart_down)
+
+
+def causal(s: int) -> VisitSummary:
+    tiles = -(-s // 128)
+    return summary(2 * np.arange(tiles, 0, -1), apart_up=tiles - 1, apart_down=4)
+
+
+def full(s: int) -> VisitSummary:
+    tiles = -(-s // 128)
+    return summary(np.full(tiles, 2 * tiles), apart_up=0, apart_down=0)
+
+
+def choose(library: ctypes.CDLL, given: PlanInput, visits: VisitSummary) -> Plan:
+    plan = (ctypes.c_int32 * 4)()
+    library.choose_plan(ctypes.byref(given), ctypes.byref(visits), plan)
+    return Plan(*plan)
+
+
+def item_places(library: ctypes.CDLL, num_k_tiles: int, num_head_parts: int, together: int) -> np.ndarray:
+    """[num_items, 2]: head part, rank"""
+    places = np.full((num_k_tiles * num_head_parts, 2), -1, np.int32)
+    library.item_places(num_k_tiles, num_head_parts, together, places.ctypes.data_as(ctypes.c_void_p))
+    return places
+
+
+def test_walks(library: ctypes.CDLL) -> None:
+    def walk(visits: VisitSummary) -> int:
+        return library.choose_walk(ctypes.byref(visits))
+
+    assert walk(causal(8192)) == DOWN_ALIGNED
+    assert walk(full(8192)) == UP_ALIGNED
+    assert walk(summary(np.full(64, 10), apart_up=63, apart_down=63)) == UP  # window
+    assert walk(VisitSummary(0, 0, 0, 0, 0)) == UP_ALIGNED  # nothing is visible
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_plan_is_one_the_kernel_can_follow(library: ctypes.CDLL, seed: int) -> None:
+    """Random sizes and masks: parts divide the group, the ring holds them, and whatever an item may wait for stands
+    before it in the list."""
+    draw = random.Random(seed)
+    group, h_kv, b = draw.choice((1, 2, 3, 4, 6, 8, 16)), draw.randint(1, 6), draw.randint(1, 4)
+    s = draw.choice((100, 1000, 4096, 8192))
+    given = plan_input((group * h_kv, h_kv), b, s, can_cut=draw.random() < 0.8, deterministic=draw.random() < 0.5)
+    tiles = given.num_k_tiles
+    steps = np.array([draw.randint(0, 2 * tiles) for _ in range(tiles)])
+    steps[0] = 1
+    visits = summary(steps, apart_up=draw.randint(0, tiles), apart_down=draw.randint(0, tiles))
+    plan = choose(library, given, visits)
+    assert plan.part_heads * plan.num_parts == group
+    assert plan.part_heads == group or given.can_cut
+    assert 1 <= plan.part_heads * plan.ring_slots <= given.ring_heads
+
+    num_head_parts = b * h_kv * plan.num_parts
+    places = item_places(library, tiles, num_head_parts, plan.heads_together)
+    assert len({(part, rank) for part, rank in places.tolist()}) == tiles * num_head_parts
+    at = np.empty((num_head_parts, tiles), np.int64)
+    at[places[:, 0], places[:, 1]] = np.arange(len(places))
+    # The tiles of a head part in the order of its list (turns), and its parts one after the other (dK and dV).
+    assert (np.diff(at, axis=1) > 0).all()
+    assert (np.diff(at, axis=0) > 0).all()
+    # A ring slot is free once every item of the head part that had it is done.
+    before = at[: num_head_parts - plan.ring_slots].max(axis=1)
+    assert (before < at[plan.ring_slots :].min(axis=1)).all()
+
+
+def test_a_list_that_would_deadlock_is_noticed(library: ctypes.CDLL) -> None:
+    """Eight heads in turns with four slots: the fifth head waits for the first, whose last tile comes after it."""
+    at = item_places(library, 10, 8, 8)[:, 0]
+    assert np.flatnonzero(at == 0).max() > np.flatnonzero(at == 4).min()
+
+
+def test_choices(library: ctypes.CDLL) -> None:
+    def chosen(heads: tuple[int, int], b: int, s: int, visits: VisitSummary, **options: bool) -> Plan:
+        return choose(library, plan_input(heads, b, s, **options), visits)
+
+    # No group: nothing to cut. Many items: one head at a time.
+    assert chosen((32, 32), 16, 8192, causal(8192)) == Plan(1, 1, 1, 17)
+    # Where an item would touch more than L2 holds, it has fewer heads.
+    assert chosen((32, 4), 4, 32768, causal(32768)).part_heads == 2
+    assert chosen((32, 4), 1, 131072, causal(131072)).part_heads == 1
+    # 64 items of up to 1024 steps for 132 multiprocessors: one head an item, several in turns.
+    few = chosen((8, 1), 1, 8192, causal(8192))
+    assert few.part_heads == 1 and few.heads_together > 1
+    assert chosen((8, 1), 1, 8192, causal(8192), can_cut=False).part_heads == 8
+    # What test/gpu counts on: these groups are cut.
+    for heads in ((16, 2), (12, 2), (8, 1)):
+        assert chosen(heads, 3, 1500, causal(1500)).num_parts > 1
+        assert chosen(heads, 3, 1500, full(1500)).num_parts > 1
+    assert chosen((32, 4), 3, 8192, causal(8192)).num_parts > 1
+    # In a fixed order, key tiles that begin at the same rows keep a distance.
+    assert chosen((32, 32), 16, 8192, full(8192), deterministic=True).heads_together > 1
+    assert chosen((32, 32), 16, 8192, full(8192)).heads_together == 1
+
+
+def test_the_cheapest_plan_is_chosen(library: ctypes.CDLL) -> None:
+    for heads, b, s in itertools.product(((32, 4), (8, 1), (64, 8)), (1, 4), (4096, 32768)):
+        given, visits = plan_input(heads, b, s), causal(s)
+        plan = choose(library, given, visits)
+        costs = {
+            (part, together): library.plan_cost(ctypes.byref(given), ctypes.byref(visits), part, together)
+            for part in range(1, given.max_part_heads + 1) if given.group % part == 0
+            for together in (1, 2, 4, 8) if together == 1 or 2 * together <= given.ring_heads // part
+        }  # fmt: skip
+        cost = costs[plan.part_heads, plan.heads_together]
+        # Parts for a gain of 1/128, heads in turns for one of 1/16.
+        assert cost <= min(costs.values()) * 17 / 16
+        assert cost <= min(cost for (_, together), cost in costs.items() if together == 1) * 129 / 128
