@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of context parallelism on GPUs, from results/cp_gpu.jsonl: step times beside all-gathers and a ring, one
+part left out at a time, and a forward whose keys come late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+Record = dict[str, Any]
+Case = tuple[int, int, str, str]  # ranks, rows a rank, heads, mask
+ALL_GATHERS = ("dual_chunk_allgather", "contiguous_allgather")
+ABLATIONS = ("fm3_no_balance", "fm3_no_overlap", "fm3_no_pruning", "fm3_no_hierarchy")
+COMMAND = "tools/bench_cp.py --device gpu --ranks {ranks} --results results"
+
+
+def newest(records: Iterable[Record]) -> dict[Case, dict[str, Record]]:
+    """case -> impl -> line, of those that passed and belong to the newest run that measured fm3 there."""
+    good = [one for one in records if one["bench"] == "cp_gpu" and one["refcheck"] == "pass" and "s_local" in one]
+    good.sort(key=lambda one: one["date"])
+    run = {_case(one): one["run"] for one in good if one["impl"] == "fm3"}
+    found: dict[Case, dict[str, Record]] = {}
+    for one in good:
+        if one["run"] == run.get(_case(one)):
+            found.setdefault(_case(one), {})[one["impl"]] = one
+    return dict(sorted(found.items()))
+
+
+def _case(one: Record) -> Case:
+    return one["ranks"], one["s_local"], one["heads"], one["mask"]
+
+
+def step_times(records: Iterable[Record]) -> str:
+    """fm3 beside the all-gathers and the ring, and what would be left to gain if its transfers cost nothing."""
+    rows, used = [], []
+    for (ranks, s_local, heads, mask), lines in newest(records).items():
+        ours = lines["fm3"]
+        used.append(ours)
+        gather = min((lines[name]["total_ms"] for name in ALL_GATHERS if name in lines), default=None)
+        ring = lines["ring"]["total_ms"] if "ring" in lines else None
+        still = ours["fwd_still_ms"] + ours["bwd_still_ms"]
+        rows.append([
+            f"{ranks}", f"{s_local // 1024}K", heads, mask.replace("_", " "),
+            f"{ours['fwd_ms']:.3g} / {ours['bwd_ms']:.3g} / {ours['total_ms']:.3g}",
+            *(f"{lines[name]['total_ms']:.3g}" if name in lines else "–" for name in (*ALL_GATHERS, "ring")),
+            *(_ratio(theirs, time_ms) for time_ms in (ours["total_ms"], still) for theirs in (gather, ring)),
+            f"{ours['comm_hidden_pct']:.0f} %", f"{100 * ours['imbalance']:.2f} %",
+        ])  # fmt: skip
+    header = ["ranks", "rows a rank", "heads", "mask", "fm3", "dual-chunk all-gather", "contiguous all-gather", "ring",
+              "best all-gather ÷ fm3", "ring ÷ fm3", "all-gather ÷ fm3's kernels", "ring ÷ fm3's kernels", "hidden",
+              "imbalance"]  # fmt: skip
+    caption = (
+        'Milliseconds of forward / backward / both, the slowest rank\'s; "kernels": the step if nothing had to move.'
+    )
+    return _table(header, rows, used, caption)
+
+
+def left_out(records: Iterable[Record]) -> str:
+    """fm3 with one part left out at a time: total time over fm3's."""
+    rows, used = [], []
+    for (ranks, s_local, heads, mask), lines in newest(records).items():
+        present = [name for name in ABLATIONS if name in lines]
+        if not present:
+            continue
+        used.append(lines["fm3"])
+        total = lines["fm3"]["total_ms"]
+        rows.append([
+            f"{ranks}", f"{s_local // 1024}K", heads, mask.replace("_", " "), f"{total:.3g}",
+            *(_ratio(lines[name]["total_ms"], total) if name in lines else "–" for name in ABLATIONS),
+            *(f"{lines[name]['mb_moved']:.0f}" if name in lines else "–" for name in ("fm3", "fm3_no_pruning")),
+        ])  # fmt: skip
+    header = ["ranks", "rows a rank", "heads", "mask", "fm3, ms", *(name.removeprefix("fm3_") for name in ABLATIONS),
+              "MB moved", "MB without pruning"]  # fmt: skip
+    return _table(header, [[cell.replace("_", " ") for cell in row] for row in rows], used, "Total time over fm3's.")
+
+
+def late_keys(records: Iterable[Record]) -> str:
+    """One forward on one GPU, half of its keys brought by copy engines while it runs."""
+    found: dict[tuple[str, ...], Record] = {}
+    for one in sorted(records, key=lambda one: one["date"]):
+        if one["impl"] == "late_keys" and one["refcheck"] == "pass":
+            found[one["source"], one["case"], one["heads"]] = one
+    rows = [
+        [one["case"], one["heads"], one["source"], f"{one['plain_ms']:.4g}", f"{one['copies_ms']:.3g}",
+         f"{one['speed_ready']:.3f}", f"{one['speed_late']:.3f}"]
+        for one in found.values()
+    ]  # fmt: skip
+    header = ["case", "heads", "keys from", "all keys in place, ms", "last copy in, ms", "speed with flags",
+              "speed with late keys"]  # fmt: skip
+    caption = "Speeds are fractions of the same kernel's with all keys in place and no flags."
+    return _table(header, rows, list(found.values()), caption, "tools/bench_cp.py --device gpu --late-keys 1")
+
+
+def _ratio(theirs: float | None, ours: float) -> str:
+    return "–" if theirs is None else f"{theirs / ours:.2f}"
+
+
+def _table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], used: Sequence[Record], text: str, command: str = COMMAND
+) -> str:
+    if "{ranks}" in command:
+        command = command.format(ranks=" ".join(sorted({str(one["ranks"]) for one in used})) or "2")
+    if not rows:
+        return f"Not measured yet: `{command}`.\n"
+    lines = [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows)]
+    devices, commits = (", ".join(sorted({one[key] for one in used})) for key in ("device", "commit"))
+    day = max(one["date"] for one in used)[:10]
+    return "\n".join([*lines, "", f"{text} {devices}; commit {commits}; {day}; `{command}`."]) + "\n"
+
+
+TABLES: dict[str, Callable[[Iterable[Record]], str]] = {
+    "cp_gpu": step_times,
+    "cp_gpu_left_out": left_out,
+    "cp_gpu_late_keys": late_keys,
+}
