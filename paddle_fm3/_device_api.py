@@ -9,7 +9,7 @@ from paddle_fm3._c_api import MaskView, Strides, _Struct
 
 MAX_PARTS = 48  # fm3::kMaxParts
 IPC_HANDLE_BYTES = 64  # fm3::kIpcHandleBytes
-MAX_CHECKED_OUTPUTS = 2  # fm3::kMaxCheckedOutputs
+MAX_CHECKED_OUTPUTS = 3  # fm3::kMaxCheckedOutputs
 _POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
 
@@ -79,6 +79,7 @@ class CheckSameParams(_Struct):
         ("given", _POINTER),
         ("stride_given", _INT64 * 4),
         ("kept", _POINTER),
+        ("failed", _POINTER),
         ("claim", _POINTER),
         ("word", _POINTER),
         ("number", ctypes.c_uint32),

@@ -31,3 +31,10 @@ def end_process(failure: str, is_held: Callable[[], bool], was_raised: Callable[
     if is_held():
         sys.stdout.flush()
         os._exit(EXIT_STATUS)
+
+
+def end_process_now(failure: str) -> None:
+    """Says why on stderr and ends the process."""
+    print(f"context parallelism: {failure}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(EXIT_STATUS)

@@ -14,8 +14,10 @@ makes no further call is ended before it trusts them for long (`device_held`).
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from paddle_fm3.distributed.device import Device, DeviceError
-from paddle_fm3.distributed.device_held import end_process
-from paddle_fm3.distributed.device_page import NUM_READY_WORDS, SignalPage
+from paddle_fm3.distributed.device_held import end_process, end_process_now
+from paddle_fm3.distributed.device_page import FAILURE_OFFSET, NUM_READY_WORDS, SignalPage
 from paddle_fm3.distributed.device_trace import span_of
 from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Ticket
 from paddle_fm3.distributed.transport import TransportError
@@ -57,6 +59,7 @@ class IpcTransport(DeviceTransport):
         base = device.host_register(self._page.address, self._page.num_bytes)
         self._base = base
         self.status_word = base + self._page.status_offset(rank)
+        self.failed_word = base + FAILURE_OFFSET
         self._relay_stream, self._pull_stream = (device.stream_create() for _ in range(2))
         self._begin_event = device.event_create()
         self._in_events = [device.event_create() for _ in range(NUM_READY_WORDS)]
@@ -70,6 +73,7 @@ class IpcTransport(DeviceTransport):
         self._is_closed = threading.Event()
         self._watch = threading.Thread(target=self._watch_page, name=f"paddle_fm3-ipc-{rank}", daemon=True)
         self._watch.start()
+        atexit.register(self._leave)
 
     def _open_page(self) -> SignalPage:
         page = SignalPage.create(self.num_ranks) if self.rank == 0 else None
@@ -216,6 +220,7 @@ class IpcTransport(DeviceTransport):
         if self._is_closed.is_set():
             return
         self._is_closed.set()
+        atexit.unregister(self._leave)
         self._watch.join()
         self._close_buffers()
         self._device.host_unregister(self._page.address)
@@ -233,9 +238,11 @@ class IpcTransport(DeviceTransport):
     def _watch_page(self) -> None:
         watched, since_s = -1, 0.0
         while not self._is_closed.wait(_TICK_S):
+            number = self._page.word(self._page.pulled_offset(self.rank))  # first: a failure releases this word too
             if self._page.failure is not None:
                 self._release()
                 continue
+            self._num_pulled = number
             ended = [r for r in range(self.num_ranks) if r != self.rank and self._page.has_ended(r)]
             if ended:
                 self._give_up(f"the process of rank {', '.join(map(str, ended))} has ended")
@@ -244,7 +251,6 @@ class IpcTransport(DeviceTransport):
             if gave_up_row:
                 self._give_up(f"its attention kernel waited too long for key row {gave_up_row - 1}")
                 continue
-            number = self._num_pulled = self._page.word(self._page.pulled_offset(self.rank))
             is_waiting = number < self._num_posts and self._is_ready(self.rank, number)
             if not is_waiting or number != watched:
                 watched, since_s = number if is_waiting else -1, time.monotonic()
@@ -263,6 +269,23 @@ class IpcTransport(DeviceTransport):
                 name="paddle_fm3-ipc-end",
                 daemon=True,
             ).start()
+
+    def _leave(self) -> None:
+        """At exit. A program that read results of a failed transport, and then ends, did not come to a right end.
+
+        One that ends in order waits, for a while, until the others have copied what they need of its memory.
+        """
+        is_error = getattr(sys, "last_type", None) is not None
+        peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
+        end_s = time.monotonic() + self._timeout_s
+        while not is_error and self._page.failure is None and time.monotonic() < end_s:
+            if all(self._page.word(self._page.pulled_offset(peer)) >= self._num_posts for peer in peers):
+                self._page.mark_closed()
+                break
+            time.sleep(1e-3)
+        failure = self._page.failure
+        if failure is not None and self._num_pulled < self._num_posts and not self._was_raised:
+            end_process_now(failure)
 
     def _is_ready(self, rank: int, number: int) -> bool:
         return self._page.word(self._page.ready_offset(rank, number)) >= number + 1

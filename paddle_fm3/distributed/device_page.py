@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+FAILURE_OFFSET = 0  # of a word that is not 0 once there is a failure: the length of its reason
 NUM_READY_WORDS = 1024  # more than the batches that can be under way: buffers are reused after a few
 _HEAD_BYTES, _RANK_BYTES = 4096, 8192
 _PULLED, _STATUS, _PID, _STARTED, _CLOSED = 4096, 4160, 4224, 4232, 4240  # in a rank's part
@@ -95,8 +96,12 @@ class SignalPage:
     def has_closed(self, rank: int) -> bool:
         return self.word(self._base(rank) + _CLOSED) != 0
 
-    def close(self) -> None:
+    def mark_closed(self) -> None:
+        """This rank takes its leave in order: that its process ends is no failure."""
         self._words[(self._base(self.rank) + _CLOSED) // 4] = 1
+
+    def close(self) -> None:
+        self.mark_closed()
         os.close(self._file)
 
     # --- failure ---------------------------------------------------------------------------------
@@ -104,7 +109,7 @@ class SignalPage:
     @property
     def failure(self) -> str | None:
         """Why the transport has ended; the same text on every rank."""
-        num_bytes = self.word(0)
+        num_bytes = self.word(FAILURE_OFFSET)
         return None if num_bytes == 0 else bytes(self._bytes[_REASON_AT : _REASON_AT + num_bytes]).decode()
 
     def fail(self, reason: str) -> None:
@@ -112,9 +117,9 @@ class SignalPage:
         text = reason.encode()[:_MAX_REASON_BYTES].decode(errors="ignore").encode()
         fcntl.lockf(self._file, fcntl.LOCK_EX)
         try:
-            if self.word(0) == 0:
+            if self.word(FAILURE_OFFSET) == 0:
                 self._bytes[_REASON_AT : _REASON_AT + len(text)] = np.frombuffer(text, np.uint8)
-                self._words[0] = len(text)
+                self._words[FAILURE_OFFSET // 4] = len(text)
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
 

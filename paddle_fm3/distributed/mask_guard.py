@@ -6,12 +6,16 @@ counted are `set_value` and `copy_`, and what other frameworks and kernels write
 could see those only by waiting for the device at every call. So a small kernel, enqueued behind each attention,
 compares the mask with the copy that was kept when it was prepared. Where they differ it fills the outputs with NaN and
 raises a word in host memory, and the next call raises the error.
+
+The same kernel makes outputs NaN that were computed with rows that never came: a transport that has failed lets
+streams run to their end, and a reader that waits for the device sees the results before any exception can reach it.
 """
 
 from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
+from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,14 +40,18 @@ class Kept:
     addresses: tuple[int, ...]
 
 
+NOTHING_KEPT = Kept(())
+
+
 class MaskGuard:
     """See the module. One for each stream that attention runs on."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._page = mmap.mmap(-1, mmap.PAGESIZE)
-        self._raised = np.frombuffer(self._page, np.uint32)[:1]
-        self._word = device.host_register(self._raised.ctypes.data, mmap.PAGESIZE)
+        page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint32)
+        self._raised = page[:1]
+        self._word = device.host_register(page.ctypes.data, mmap.PAGESIZE)
+        finalize(self, _unregister, device, page).atexit = False
         self._claim = device.upload(np.zeros(1, np.uint32))
         self._number = 0
 
@@ -55,25 +63,33 @@ class MaskGuard:
             self._device.free(address)
 
     def watch(
-        self, kept: Kept, given: tuple[DeviceArray, ...], outputs: tuple[tuple[int, int], ...], stream: int
+        self,
+        kept: Kept,
+        given: tuple[DeviceArray, ...],
+        outputs: tuple[tuple[int, int], ...],
+        stream: int,
+        failed_word: int | None = None,
     ) -> None:
-        """Enqueues the comparison.
+        """Enqueues the comparison, where there is something to compare or to fail.
 
         Args:
             given: the same tensors as `kept`, as they are passed now.
             outputs: (address, bytes) of what was computed with what was kept, earlier on the stream.
+            failed_word: see `DeviceTransport.failed_word`.
         """
         self._number += 1
+        params = CheckSameParams(
+            claim=self._claim, word=self._word, failed=failed_word, number=self._number, num_outputs=len(outputs)
+        )
+        for at, (output, num_bytes) in enumerate(outputs):
+            params.outputs[at], params.output_bytes[at] = output, num_bytes
         for address, array in zip(kept.addresses, given, strict=True):
-            params = CheckSameParams(
-                given=array.address, kept=address, claim=self._claim, word=self._word, number=self._number,
-                num_outputs=len(outputs),
-            )  # fmt: skip
             missing = 4 - len(array.sizes)
             params.sizes[:] = [1] * missing + list(array.sizes)
             params.stride_given[:] = [0] * missing + list(array.strides)
-            for at, (output, num_bytes) in enumerate(outputs):
-                params.outputs[at], params.output_bytes[at] = output, num_bytes
+            params.given, params.kept = array.address, address
+            self._device.check_same(params, stream)
+        if not given and failed_word is not None:
             self._device.check_same(params, stream)
 
     def check(self) -> None:
@@ -89,3 +105,7 @@ class MaskGuard:
                 "way that its write count does not show (set_value, copy_, DLPack, an address); that call's outputs "
                 "are NaN. Refill a mask with mask[:] = ..., or pass a new tensor"
             )
+
+
+def _unregister(device: Device, page: NDArray[np.uint32]) -> None:
+    device.host_unregister(page.ctypes.data)

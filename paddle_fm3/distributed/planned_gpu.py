@@ -30,7 +30,7 @@ from paddle_fm3.distributed.device_style import choose_bwd_style
 from paddle_fm3.distributed.device_trace import DeviceTrace
 from paddle_fm3.distributed.device_transport import DeviceTransport
 from paddle_fm3.distributed.device_work import DeviceWork
-from paddle_fm3.distributed.mask_guard import DeviceArray, Kept, MaskGuard
+from paddle_fm3.distributed.mask_guard import NOTHING_KEPT, DeviceArray, Kept, MaskGuard
 from paddle_fm3.distributed.paddle_device import PaddleDevice, address_of, array_of, spans_of
 from paddle_fm3.distributed.prepared import PreparedCache, check_unwritten, is_read_each_time
 from paddle_fm3.distributed.record_exchange import RecordExchange
@@ -145,6 +145,13 @@ class _Call:
         with self._tracing():
             _guarded(self.attention, self.attention.backward, self.seen.prepared, *arguments)
 
+    def watch(
+        self, kept: Kept, given: tuple[DeviceArray, ...], results: tuple[paddle.Tensor, ...], stream: int
+    ) -> None:
+        transport = self.attention.transport
+        failed_word = None if transport is None else transport.failed_word
+        _guarded(self.attention, self.guard.watch, kept, given, spans_of(*results), stream, failed_word)
+
     @contextmanager
     def _tracing(self) -> Iterator[None]:
         traced = [x for x in (self.attention, self.attention.transport) if x is not None]
@@ -226,7 +233,7 @@ class _PlannedAttention(PyLayer):
         tensors = [_device_tensor(x) for x in (q, k, v, out)]
         stream = _paddle.current_stream()
         call.forward(heads, *tensors, address_of(lse), call.scale, stream)
-        _guarded(call.attention, call.guard.watch, call.seen.kept, call.given, spans_of(out, lse), stream)
+        call.watch(call.seen.kept, call.given, (out, lse), stream)
         ctx.call, ctx.heads = call, heads
         ctx.is_wanted = tuple(not x.stop_gradient for x in (q, k, v))
         # Detached: the outputs themselves would hold their own graph, for good if its backward never runs.
@@ -250,11 +257,13 @@ class _PlannedAttention(PyLayer):
         dout = _with_dense_heads(dout)
         dlse = None if maybe_dlse is None else maybe_dlse.contiguous()
         grads = [paddle.empty(x.shape, x.dtype) for x in (q, k, v)]
+        stream = _paddle.current_stream()
         call.backward(
             ctx.heads, *(_device_tensor(x) for x in (q, k, v, out)), address_of(lse), _device_tensor(dout),
             None if dlse is None else address_of(dlse), *(_device_tensor(x) for x in grads), call.scale,
-            _paddle.current_stream(), call.deterministic,
+            stream, call.deterministic,
         )  # fmt: skip
+        call.watch(NOTHING_KEPT, (), tuple(grads), stream)
         return tuple(grad if is_wanted else None for grad, is_wanted in zip(grads, ctx.is_wanted, strict=True))
 
 

@@ -19,9 +19,10 @@ from paddle_fm3 import _paddle
 from paddle_fm3.distributed import agreement, collective, planned_gpu, prepared
 from paddle_fm3.distributed.device import DeviceTensor
 from paddle_fm3.distributed.device_execute import DeviceAttention
+from paddle_fm3.distributed.device_transport import DeviceTransport
 from paddle_fm3.distributed.mask_guard import MaskGuard
 from paddle_fm3.distributed.partition import Partition
-from paddle_fm3.distributed.planned import PlanChoice
+from paddle_fm3.distributed.planned import PlanChoice, plan_attention
 from paddle_fm3.distributed.prepared import CACHE_ENTRIES, content_digest
 from paddle_fm3.distributed.strategy import FM3
 from paddle_fm3.distributed.trace import TRACKS, Trace, now_us
@@ -258,6 +259,27 @@ def test_a_timeline_of_both_directions(attention: ModelAttention) -> None:
     assert attention.trace is None, "later calls are not traced"
     attend(case, q, k, v, bounds_of(case))
     assert len(trace.spans) == len(spans)
+
+
+@pytest.mark.parametrize("has_bounds", [True, False])
+def test_what_a_failed_transport_gives_is_nan(attention: ModelAttention, has_bounds: bool) -> None:
+    """A transport that fails lets streams run on with contents that mean nothing: nobody is to take these for results."""
+    case = fp16_case(SINGLE[0])
+    arrays, (q, k, v) = tensors_of(case)
+    bounds = bounds_of(case) if has_bounds else None
+    if not has_bounds:
+        plan = plan_attention(None, causal=case.call.causal, num_ranks=1, s=q.shape[1], b=q.shape[0])
+        case = SimpleNamespace(call=case.call, plan=lambda num_ranks: plan)
+    attend(case, q, k, v, bounds)
+    transport = attention.transport = DeviceTransport(0, 1)
+    failed = np.zeros(1, np.uint32)
+    transport.failed_word = failed.ctypes.data
+    out, lse = attend(case, q, k, v, bounds)
+    assert np.isfinite(out.numpy()).all() and np.isfinite(lse.numpy()).all()
+    failed[0] = 1
+    paddle.autograd.backward([out], [paddle.to_tensor(arrays["dout"])])
+    assert all(np.isnan(x.grad.numpy()).all() for x in (q, k, v))
+    assert all(np.isnan(x.numpy()).all() for x in attend(case, q, k, v, bounds))
 
 
 def test_what_is_watched_of_a_mask(attention: ModelAttention) -> None:

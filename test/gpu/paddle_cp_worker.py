@@ -117,7 +117,9 @@ def run_case(
         deterministic=True,
     )  # fmt: skip
     paddle.autograd.backward([out, lse], [dout, dlse])
-    results = {"out": out, "lse": lse, "dq": q.grad, "dk": k.grad, "dv": v.grad}
+    results = {"out": out, "lse": lse}
+    for name, x in (("dq", q), ("dk", k), ("dv", v)):
+        results[name] = x if x.grad is None and x.size == 0 else x.grad  # Paddle 2.6: no gradient of no elements
     return {name: to_array(x) for name, x in results.items()}, whole
 
 
@@ -315,8 +317,10 @@ def fail_in_the_middle(group: object, mode: str) -> None:
         if mode.startswith("killed"):
             os._exit(9)
         time.sleep(120)
-    run_case(case, plan, group, None if mode == "killed_new_mask" else bounds)
-    print("second step done", flush=True)  # must not be reached
+    results, _ = run_case(case, plan, group, None if mode == "killed_new_mask" else bounds)
+    # Not reached, or what was read is plainly no result.
+    is_done = all(np.isfinite(x.astype(np.float32)).all() for x in results.values())
+    print("second step done" if is_done else "second step gave NaN", flush=True)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from paddle_fm3 import _native  # noqa: E402
 from paddle_fm3.distributed.device import Sm90Device  # noqa: E402
-from paddle_fm3.distributed.mask_guard import DeviceArray, MaskGuard  # noqa: E402
+from paddle_fm3.distributed.mask_guard import NOTHING_KEPT, DeviceArray, MaskGuard  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,3 +69,18 @@ def test_one_value_anywhere(layout: str, sizes: tuple[int, ...]) -> None:
                 guard.check()
             guard.check()  # told once
             mask[where] = int(values[where])
+
+
+def test_a_failure_makes_results_nan_and_is_no_stale_mask() -> None:
+    guard, stream = MaskGuard(Sm90Device(_native.sm90_library())), torch.cuda.current_stream()
+    values = np.arange(4096, dtype=np.int32).reshape(1, 1, 4096, 1)
+    kept, mask = guard.keep(values), layouts(values)["dense"]
+    failed = torch.zeros(1, dtype=torch.int32).pin_memory()
+    for is_failed in (False, True):
+        failed[0] = int(is_failed)
+        for arguments in ((kept, given(mask)), (NOTHING_KEPT, ())):
+            results = outputs()
+            guard.watch(*arguments, spans(results), stream.cuda_stream, failed.data_ptr())
+            stream.synchronize()
+            guard.check()
+            assert all(bool(x.isnan().all() if is_failed else not x.any()) for x in results)

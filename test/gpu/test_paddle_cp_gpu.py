@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -45,6 +46,16 @@ def launch(mode: str, transport: str, work_dir: Path, worker: Path = WORKER) -> 
         str(worker), mode,
     ]  # fmt: skip
     began = time.monotonic()
+    for _ in range(3):
+        exit_code, texts = run_once(command, work_dir, environment)
+        # Launchers that start together may draw the same port for their store.
+        if not any(re.search(r"Bind network on .* failed", text) for text in texts):
+            break
+    return exit_code, texts, time.monotonic() - began
+
+
+def run_once(command: list[str], work_dir: Path, environment: dict[str, str]) -> tuple[int, list[str]]:
+    shutil.rmtree(work_dir / "log", ignore_errors=True)
     with (work_dir / "launcher.log").open("w") as output:
         process = subprocess.Popen(command, cwd=work_dir, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
@@ -55,7 +66,7 @@ def launch(mode: str, transport: str, work_dir: Path, worker: Path = WORKER) -> 
             kill_tree(process)
     logs = [work_dir / "log" / f"workerlog.{rank}" for rank in range(NUM_GPUS)]
     texts = [log.read_text() if log.exists() else "" for log in logs]
-    return exit_code, texts, time.monotonic() - began
+    return exit_code, texts
 
 
 def tails(logs: list[str]) -> str:
@@ -78,7 +89,7 @@ def test_a_lost_rank_ends_the_others_with_one_message(mode: str, transport: str,
     lost = NUM_GPUS - 1
     for log in logs[:lost]:
         assert "first step done" in log and "second step done" not in log, tails(logs)
-        messages = re.findall(r"context parallelism: rank .*", log)
+        messages = re.findall(r"context parallelism: .*", log)
         assert len(set(messages)) == 1 and f"rank {lost}" in messages[0], tails(logs)
 
 

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from device_support import Exchanger, Group, on_ranks
 from test_device_execute import make_inputs
 
 from paddle_fm3.distributed.device_execute import DeviceAttention
+from paddle_fm3.distributed.device_held import EXIT_STATUS
 from paddle_fm3.distributed.device_ipc import IpcTransport
 from paddle_fm3.distributed.device_page import SignalPage
 from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Piece
@@ -181,9 +185,12 @@ def test_a_silent_rank_is_named_in_time() -> None:
     try:
         ticket = pair.transports[0].post(batch(0, name="K/V rows stage 1"), pair.streams[0])
         pair.transports[0].wait(ticket, pair.streams[0])
+        failed = [ctypes.c_uint32.from_address(transport.failed_word) for transport in pair.transports]
+        assert not any(word.value for word in failed)
         begin_s = time.monotonic()
         pair.world.run(timeout_s=5.0)  # the stream is let go
         assert 0.4 < time.monotonic() - begin_s < 3.0
+        assert all(word.value for word in failed), "a stream that was let go must find the failure"
         texts = []
         for transport in pair.transports:
             with pytest.raises(TransportError) as caught:
@@ -197,6 +204,73 @@ def test_a_silent_rank_is_named_in_time() -> None:
             pair.transports[1].post(batch(1), pair.streams[1])
     finally:
         pair.close()
+
+
+def run_program(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
+READS_AND_ENDS = """
+    import sys
+    from test_device_ipc import Pair, batch
+    from paddle_fm3.distributed.transport import TransportError
+
+    pair = Pair(timeout_s=0.3)
+    if sys.argv[1] == "done":
+        for rank, transport in enumerate(pair.transports):
+            transport.post(batch(rank), pair.streams[rank])
+    else:
+        pair.transports[0].post(batch(0), pair.streams[0])
+    pair.world.run(timeout_s=5.0)  # as a reader that waits for the device
+    if sys.argv[1] == "told":
+        try:
+            pair.transports[0].check()
+        except TransportError as error:
+            print(error)
+            for transport in pair.transports:
+                transport._was_raised = True  # both ranks are this process
+    print("read")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "out"), [("untold", EXIT_STATUS, ""), ("told", 0, "GAVE UP\n"), ("done", 0, "")]
+)
+def test_a_program_that_ends_with_what_it_read_is_told(how: str, status: int, out: str) -> None:
+    """Its device wait returned because the transport had failed, and no call has raised that since."""
+    said = "rank 0 of 2: gave up on 'rows' after 0.3 s: nothing came from rank 1 (stalled)"
+    ended = run_program(READS_AND_ENDS, how)
+    assert (ended.returncode, ended.stdout) == (status, out.replace("GAVE UP", said) + "read\n"), ended.stderr
+    assert (f"context parallelism: {said}" in ended.stderr) == (how == "untold")
+
+
+LEAVES = """
+    import threading, time
+    from test_device_ipc import Pair, batch
+
+    pair = Pair(timeout_s=5.0)
+    for rank, transport in enumerate(pair.transports):
+        transport.post(batch(rank), pair.streams[rank])
+    begin_s = time.monotonic()
+
+    def late() -> None:
+        time.sleep(0.5)
+        pair.world.run()
+        print("copied", flush=True)
+
+    threading.Thread(target=late).start()
+    leave = pair.transports[0]._leave
+    leave()
+    print(f"left after {time.monotonic() - begin_s:.1f} s", pair.transports[1]._page.has_closed(0), flush=True)
+"""
+
+
+def test_a_rank_that_ends_waits_until_its_rows_are_copied() -> None:
+    ended = run_program(LEAVES)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.split("\n")) == ["", "copied", "left after 0.5 s True"]
 
 
 def test_work_before_a_batch_may_take_longer_than_the_timeout() -> None:

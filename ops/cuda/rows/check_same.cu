@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A mask that was prepared once is compared with what it holds now, on the stream, so that the host need not wait.
+// Results that must not be used become NaN, on the stream, so that the host need not wait to know: of a mask that was
+// prepared once and is no longer what it was, or of transfers that failed.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -52,11 +53,14 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
+  const bool has_failed = blockIdx.x == 0 && threadIdx.x == 0 && params.failed != nullptr &&
+                          *static_cast<const volatile uint32_t*>(params.failed) != 0;
+  const bool is_stale = __syncthreads_or(is_different);
+  if (!__syncthreads_or(has_failed) && !is_stale) return;
   __shared__ bool is_first;
-  if (!__syncthreads_or(is_different)) return;
   if (threadIdx.x == 0) {
     is_first = atomicMax(params.claim, params.number) < params.number;
-    if (is_first) *static_cast<volatile uint32_t*>(params.word) = params.number;
+    if (is_stale) *static_cast<volatile uint32_t*>(params.word) = params.number;
   }
   __syncthreads();
   if (!is_first) return;  // one CTA does it: nobody waits for this to be fast
@@ -74,9 +78,10 @@ cudaError_t check_same(const CheckSameParams& params, cudaStream_t stream) {
     is_dense = is_dense && (params.sizes[axis] == 1 || params.stride_given[axis] == num_values);
     num_values *= params.sizes[axis];
   }
-  if (num_values <= 0) return cudaSuccess;
+  if (num_values == 0 && params.failed == nullptr) return cudaSuccess;
   const int64_t per_cta = kThreads * kPerThread;
-  const auto ctas = static_cast<uint32_t>(std::min((num_values + per_cta - 1) / per_cta, kMaxCtas));
+  const auto ctas =
+      static_cast<uint32_t>(std::clamp((num_values + per_cta - 1) / per_cta, int64_t{1}, kMaxCtas));
   if (is_dense) {
     check_same_kernel<true><<<ctas, kThreads, 0, stream>>>(params, num_values);
   } else {

@@ -12,7 +12,7 @@ namespace fm3 {
 
 constexpr int32_t kMaxParts = 48;  // one launch's partial results
 constexpr int32_t kIpcHandleBytes = 64;
-constexpr int32_t kMaxCheckedOutputs = 2;
+constexpr int32_t kMaxCheckedOutputs = 3;
 
 // out[i] = sum over p of parts[p][i].
 struct SumPartsParams {
@@ -63,17 +63,19 @@ struct MergeParams {
   float* lse;  // [b, h_q, s_q]
 };
 
-// Whether `given` still holds what was kept of it. If not, `word` becomes `number`, and the outputs,
-// which were computed with what was kept, become NaN.
+// Whether results may be used: `given` still holds what was kept of it, and nothing has failed on the
+// way. If not, the outputs become NaN; and where `given` differs, `word` becomes `number`.
 struct CheckSameParams {
-  int32_t sizes[4];
+  int32_t sizes[4];  // one of them 0: nothing to compare
   int32_t num_outputs;
   const int32_t* given;
   int64_t stride_given[4];  // elements
   const int32_t* kept;      // contiguous
-  uint32_t* claim;          // device memory; numbers of earlier calls that found a difference
-  uint32_t* word;           // registered host memory
-  uint32_t number;          // of the call, from 1 on and rising
+  const uint32_t*
+      failed;       // registered host memory, not 0 once something has failed; may be nullptr
+  uint32_t* claim;  // device memory; numbers of earlier calls that were not to be used
+  uint32_t* word;   // registered host memory
+  uint32_t number;  // of the call, from 1 on and rising
   void* outputs[kMaxCheckedOutputs];  // bfloat16, float16 or float32, at multiples of 16 bytes
   int64_t output_bytes[kMaxCheckedOutputs];  // multiples of 4
 };
