@@ -126,8 +126,13 @@ class NcclTransport(DeviceTransport):
         return part
 
     def _say_goodbye(self) -> None:
-        if getattr(sys, "last_type", None) is not None or self._control.failure is not None:
+        if getattr(sys, "last_type", None) is not None:
             return  # an error ends the process
+        end_s = time.monotonic() + self._timeout_s
+        while self._num_open() and self._control.failure is None and time.monotonic() < end_s:
+            time.sleep(1e-3)  # what others still receive from this GPU would end with the process
+        if self._control.failure is not None:
+            return
         left: list[float] = []
         peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         for peer in peers:

@@ -182,7 +182,7 @@ def test_batches_are_in_the_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # A rank with a batch that nothing will ever finish; then its peer closes, stays silent, or all is done.
 HELD = """
-    import sys, time
+    import sys, threading, time
     import pytest
     from types import SimpleNamespace
     from test_device_nccl import FakeNccl, FakeProcessGroup, controls, patch
@@ -224,6 +224,16 @@ HELD = """
         except TransportError as error:
             print("raised", error, flush=True)
         sys.exit(0)
+    if how == "sends last":
+        transport.post(Batch("rows", sends=(piece,)), stream)
+
+        def late():
+            time.sleep(0.5)
+            world.run()
+            print("sent", flush=True)
+
+        threading.Thread(target=late, daemon=True).start()
+        sys.exit(0)
     transport.post(Batch("rows stage 1", recvs=(piece,)), stream)
     if how == "closed":
         other.fail("rank 1 stopped: boom")
@@ -253,6 +263,7 @@ HELD = """
         ),
         ("all done", 0, "alive\n", ""),
         ("left", 0, "alive\n", ""),
+        ("sends last", 0, "sent\n", ""),
         ("died", 0, "raised rank 0 lost rank 1: it closed its connection (dead, or it gave up; see its own message)\n", ""),
     ],
 )  # fmt: skip
