@@ -66,7 +66,7 @@ def _listen(rank: int, num_ranks: int) -> tuple[socket.socket | None, Record]:
         listener.close()
         why = f"FM3_TRANSPORT_ADDRESS={address} is no address that others can call; give that of one network"
         return None, record | {"error": f"rank {rank}: {why}"}
-    return listener, record | {"port": port}
+    return listener, record | {"address": here, "port": port}  # a name may mean another address elsewhere
 
 
 def _addresses_error(records: list[Record]) -> str:

@@ -198,6 +198,8 @@ class TcpTransport:
                             self._read(peer)
                         if events & selectors.EVENT_WRITE and peer.is_open:
                             self._write(peer)
+                except TransportError as error:
+                    self._fail(f"rank {self.rank}: {error}")
                 except Exception as error:  # noqa: BLE001  every waiting thread raises it
                     self._fail(f"rank {self.rank}: {type(error).__name__}: {error}")
 
