@@ -212,8 +212,10 @@ int64_t fm3_sm90_schedule_bytes(const fm3::MaskView* mask) {
   return mask == nullptr ? 0 : fm3::sm90::schedule_bytes(*mask);
 }
 
-int32_t fm3_sm90_build_schedule(const fm3::MaskView* mask, void* schedule, void* stream) {
-  constexpr const char* kName = "fm3_sm90_build_schedule";
+namespace {
+
+int32_t prepare(const char* name, const fm3::MaskView* mask, void* schedule, void* stream,
+                cudaError_t (*launch)(const fm3::MaskView&, void*, cudaStream_t)) {
   std::string error = mask == nullptr ? "mask is nullptr" : fm3::check_mask(*mask);
   if (error.empty() && schedule == nullptr) error = "schedule is nullptr";
   if (error.empty() && mask->s_k > fm3::sm90::kMaxKeyCols) {
@@ -224,11 +226,20 @@ int32_t fm3_sm90_build_schedule(const fm3::MaskView* mask, void* schedule, void*
     error = "b * h_mask=" + std::to_string(int64_t{mask->b} * mask->h_mask) + "; at most " +
             std::to_string(fm3::sm90::kMaxLists);
   }
-  if (!error.empty()) return fm3::sm90::fail(Status::kInvalidArgument, kName, error);
-  const cudaError_t status =
-      fm3::sm90::build_schedule(*mask, schedule, static_cast<cudaStream_t>(stream));
+  if (!error.empty()) return fm3::sm90::fail(Status::kInvalidArgument, name, error);
+  const cudaError_t status = launch(*mask, schedule, static_cast<cudaStream_t>(stream));
   if (status == cudaSuccess) return static_cast<int32_t>(Status::kOk);
-  return fm3::sm90::fail(Status::kBackendError, kName, cudaGetErrorString(status));
+  return fm3::sm90::fail(Status::kBackendError, name, cudaGetErrorString(status));
+}
+
+}  // namespace
+
+int32_t fm3_sm90_build_schedule(const fm3::MaskView* mask, void* schedule, void* stream) {
+  return prepare("fm3_sm90_build_schedule", mask, schedule, stream, fm3::sm90::build_schedule);
+}
+
+int32_t fm3_sm90_scan_bounds(const fm3::MaskView* mask, void* schedule, void* stream) {
+  return prepare("fm3_sm90_scan_bounds", mask, schedule, stream, fm3::sm90::scan_bounds);
 }
 
 const char* fm3_sm90_last_error() { return fm3::sm90::last_error.c_str(); }

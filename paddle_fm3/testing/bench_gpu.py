@@ -37,7 +37,8 @@ CASES = (
 COLUMNS = {
     "attention": ("case", "impl", "phase", "dtype", "ms_median", "ms_p10", "ms_p90", "repeats", "tflops_exact",
                   "tflops_block", "refcheck"),
-    "schedule": ("case", "us_median", "us_p10", "us_p90", "schedule_bytes", "refcheck"),
+    "schedule": ("case", "us_scan_median", "us_lists_median", "us_median", "us_p10", "us_p90", "us_cold_median",
+                 "schedule_bytes", "refcheck"),
 }  # fmt: skip
 HEATING_S = 0.5
 TURNS, WARM_S, TIMED_S = 2, 0.06, 0.08  # of each implementation and phase
@@ -45,6 +46,7 @@ LONG_S, LONG_TIMED_S = 0.1, 0.7  # forward and backward together: longer calls w
 MIN_CALLS, MAX_CALLS = 3, 40  # timed in a turn; long calls may be fewer
 MAX_RELATIVE_ERROR = 5e-3  # in the Frobenius norm, against fp32; rounding P, dS and the result to bf16 gives 2.4e-3
 _WAIT_CYCLES = 2_000_000  # about a millisecond: longer than the host takes to enqueue a call
+_FLUSH_BYTES = 256 << 20  # several times the L2
 
 Call = Callable[[], Any]
 
@@ -247,26 +249,50 @@ def measure_matmul(size: int = 8192, repeats: int = 100) -> float:
     return float(f"{2 * size**3 / TimingStats.from_ms(times_ms).ms_median * 1e-9:.5g}")
 
 
-def schedule_record(
-    identity: RunIdentity, case: AttentionCase, library: Any, *, builds: int = 50, replays: int = 9
-) -> Record:
-    """Microseconds to prepare a mask's schedule: a CUDA graph of `builds` builds in a row, divided by their number.
+def time_in_a_row(call: Call, calls: int = 50, replays: int = 9) -> TimingStats:
+    """Microseconds (in the fields of milliseconds) of a call: a CUDA graph of `calls` in a row, by their number."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    return TimingStats.from_ms([1e3 * ms / calls for ms in time_call(graph.replay, 0.0, replays)])
+
+
+def time_cold(call: Call, repeats: int = 15) -> TimingStats:
+    """Microseconds (in the fields of milliseconds) of single calls, enqueued ahead, after the L2 was overwritten."""
+    flushed = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    call()
+    times_us = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flushed.fill_(1)
+        torch.cuda._sleep(_WAIT_CYCLES)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times_us.append(1e3 * begin.elapsed_time(end))
+    return TimingStats.from_ms(times_us)
+
+
+def schedule_record(identity: RunIdentity, case: AttentionCase, library: Any) -> Record:
+    """Microseconds to prepare a mask's schedule: builds in a row (`us_median`), scans of its bounds in a row, what is
+    left for the lists, and a single build whose bounds, code and schedule are not in the L2 (`us_cold_median`).
 
     `refcheck`: the forward with this schedule gives, bit for bit, what it gives when it prepares its own.
     """
     sm90, mask = Sm90(library), GpuMask.of(case)
     schedule = sm90.build_schedule(mask)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(builds):
-            sm90.fill_schedule(mask, schedule)
-    times_us = [1e3 * ms / builds for ms in time_call(graph.replay, 0.0, replays)]
-    stats = TimingStats.from_ms(times_us)
+    whole = time_in_a_row(lambda: sm90.fill_schedule(mask, schedule))
+    scan = time_in_a_row(lambda: sm90.scan_bounds(mask, schedule))
+    cold = time_cold(lambda: sm90.fill_schedule(mask, schedule))
     q, k, v = (torch.randn(case.b, s, 1, 64, device="cuda").bfloat16() for s in (case.s_q, case.s_k, case.s_k))
     given, own = sm90.forward(q, k, v, mask, schedule=schedule), sm90.forward(q, k, v, mask)
     is_same = all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(given, own, strict=True))
     return record(
-        identity, "schedule", "fm3", refcheck=is_same, case=case.name, b=case.b, s_q=case.s_q, s_k=case.s_k,
-        us_median=round(stats.ms_median, 3), us_p10=round(stats.ms_p10, 3), us_p90=round(stats.ms_p90, 3),
-        repeats=stats.repeats, schedule_bytes=schedule.numel(),
+        identity, "schedule", "fm3", refcheck=is_same, case=case.name, b=case.b, h_mask=mask.h_mask, s_q=case.s_q,
+        s_k=case.s_k, us_median=round(whole.ms_median, 3), us_p10=round(whole.ms_p10, 3),
+        us_p90=round(whole.ms_p90, 3), repeats=whole.repeats, us_scan_median=round(scan.ms_median, 3),
+        us_lists_median=round(whole.ms_median - scan.ms_median, 3), us_cold_median=round(cold.ms_median, 3),
+        us_cold_p90=round(cold.ms_p90, 3), schedule_bytes=schedule.numel(),
     )  # fmt: skip

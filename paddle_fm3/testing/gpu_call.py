@@ -88,6 +88,13 @@ class Sm90:
         view = mask.view
         self.check(self.library.fm3_sm90_build_schedule(ctypes.byref(view), schedule.data_ptr(), _stream()))
 
+    def scan_bounds(self, mask: GpuMask, schedule: torch.Tensor) -> None:
+        """The first pass of `fill_schedule` alone."""
+        scan = self.library.fm3_sm90_scan_bounds
+        scan.restype, scan.argtypes = ctypes.c_int32, self.library.fm3_sm90_build_schedule.argtypes
+        view = mask.view
+        self.check(scan(ctypes.byref(view), schedule.data_ptr(), _stream()))
+
     def forward_params(
         self,
         q: torch.Tensor,

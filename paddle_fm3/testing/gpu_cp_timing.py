@@ -26,14 +26,13 @@ from paddle_fm3.testing.cases import AttentionCase
 from paddle_fm3.testing.gpu_call import GpuMask, Sm90
 from paddle_fm3.testing.gpu_cp import relative_errors
 
-_TOTALS_BYTES, _HULL_BYTES, _ENTRY_BYTES = 256, 32, 8  # ScheduleTotals' place, ColumnHull, QueryTileEntry
+_TOTALS_BYTES, _ENTRY_BYTES = 256, 8  # ScheduleTotals' place, QueryTileEntry
 
 
 def tile_order(schedule: torch.Tensor, mask: GpuMask) -> list[int]:
     """Query tiles of the first list of a prepared schedule, in the order of work (device_schedule.cuh's layout)."""
-    num_lists, num_hulls, num_tiles = mask.b * mask.h_mask, -(-mask.s_k // 128), -(-mask.s_q // 128)
-    begin = _TOTALS_BYTES + -(-num_lists * num_hulls * _HULL_BYTES // 256) * 256
-    entries = schedule[begin : begin + num_tiles * _ENTRY_BYTES].cpu().numpy().view(np.int32)
+    end = _TOTALS_BYTES + -(-mask.s_q // 128) * _ENTRY_BYTES
+    entries = schedule[_TOTALS_BYTES:end].cpu().numpy().view(np.int32)
     return entries.reshape(-1, 2)[:, 0].tolist()
 
 

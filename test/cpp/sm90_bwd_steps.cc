@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The Hopper backward's decisions from a mask, run on the host for test/unit/test_sm90_bwd_steps.py.
 #include <cstring>
+#include <vector>
 
 #include "ops/cuda/sm90_bwd/plan.h"
 #include "ops/cuda/sm90_bwd/steps.h"
-#include "test/cpp/sm90_spans.cc"  // make_hull
+#include "test/cpp/column_hull.h"
+
+using namespace fm3;
+using namespace fm3::sm90;
 
 extern "C" {
 

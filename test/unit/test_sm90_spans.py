@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which key columns the Hopper forward visits: the schedule's own code on the host against dense masks."""
+"""Which key columns the Hopper forward visits: the kernels that prepare a schedule, run on the host thread by thread,
+against dense masks and against the same lists made one granule after the other."""
 
 from __future__ import annotations
 
 import ctypes
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,8 @@ from paddle_fm3.testing.reference import visible_plane
 
 ROOT = Path(__file__).resolve().parents[2]
 TILE_Q = 128
+FORMS = [(True, 1), (True, 2), (False, 2), (False, 4)]
+FORM_IDS = ["c1", "c2", "nc2", "nc4"]
 Spans = list[tuple[int, int, bool]]  # (k_begin, count of items, is_full)
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -25,10 +29,79 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    path = tmp_path_factory.mktemp("spans") / "spans.so"
-    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", f"-I{ROOT}", f"-I{ROOT}/ops/include"]
-    subprocess.run([*command, str(ROOT / "test/cpp/sm90_spans.cc"), "-o", str(path)], check=True)
-    return ctypes.CDLL(str(path))
+    path = tmp_path_factory.mktemp("schedule") / "schedule.so"
+    # Fibers jump between stacks, which the checked longjmp refuses.
+    options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE"]
+    command = ["g++", *options, f"-I{ROOT}", f"-I{ROOT}/ops/include"]
+    subprocess.run([*command, str(ROOT / "test/cpp/sm90_schedule.cc"), "-o", str(path)], check=True)
+    library = ctypes.CDLL(str(path))
+    library.schedule_bytes.restype = ctypes.c_int64
+    return library
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """Of single query tiles, or of pairs of them."""
+
+    order: np.ndarray  # int32 [b * h_mask, count, 2]: tile, number of spans
+    costs: np.ndarray  # int32 [b * h_mask, count, 2]: items, spans
+    spans: np.ndarray  # uint32 [b * h_mask, count, max_spans], packed
+
+
+def build(library: ctypes.CDLL, mask: NativeMask) -> tuple[list[int], list[Lists]]:
+    """Totals and lists of tiles and of pairs, as the kernels write them."""
+    view = mask.view
+    offsets = (ctypes.c_int64 * 8)()
+    library.schedule_offsets(ctypes.byref(view), offsets)
+    blob = np.full(library.schedule_bytes(ctypes.byref(view)) + 256, 0xA5, np.uint8)
+    blob = blob[-blob.ctypes.data % 256 :]
+    library.build_schedule(ctypes.byref(view), ctypes.c_void_p(blob.ctypes.data))
+
+    def part(offset: int, dtype: type, *shape: int) -> np.ndarray:
+        return blob[offset : offset + 4 * int(np.prod(shape))].view(dtype).reshape(shape)
+
+    num_tiles = -(-mask.s_q // TILE_Q)
+    lists = []
+    for idx, count in enumerate((num_tiles, -(-num_tiles // 2))):
+        order, costs, spans = offsets[1 + 3 * idx : 4 + 3 * idx]
+        shape = (mask.b * mask.h_mask, count)
+        lists.append(Lists(part(order, np.int32, *shape, 2), part(costs, np.int32, *shape, 2),
+                           part(spans, np.uint32, *shape, offsets[7])))  # fmt: skip
+    return [int(x) for x in part(offsets[0], np.uint32, 4)[::2]], lists
+
+
+def unpack(packed: np.ndarray) -> Spans:
+    return [(int(x >> 12) * 16, int(x >> 1 & 2047), bool(x & 1)) for x in packed]
+
+
+def plain_spans(library: ctypes.CDLL, mask: NativeMask, list_idx: int, entry: int, *, is_pair: bool) -> np.ndarray:
+    packed = np.empty(mask.s_k // library.item_cols(0) + 3, np.uint32)
+    view = mask.view
+    address = packed.ctypes.data_as(ctypes.c_void_p)
+    tile = 2 * entry if is_pair else entry
+    return packed[: library.plain_spans(ctypes.byref(view), list_idx, tile, int(is_pair), address, len(packed))]
+
+
+def check_build(library: ctypes.CDLL, mask: NativeMask, entries: list[int] | None = None) -> list[Lists]:
+    """Compares the kernels' product with the plain lists (of `entries`, default: all)."""
+    totals, lists = build(library, mask)
+    for is_pair, one in enumerate(lists):
+        num_lists, count, max_spans = one.spans.shape
+        for list_idx in range(num_lists):
+            for entry in range(count) if entries is None else [entry for entry in entries if entry < count]:
+                wanted = plain_spans(library, mask, list_idx, entry, is_pair=bool(is_pair))
+                assert len(wanted) < max_spans, "no room for the end"
+                found = one.spans[list_idx, entry, : len(wanted)]
+                where = f"list {list_idx}, {'pair' if is_pair else 'tile'} {entry}"
+                assert unpack(found) == unpack(wanted), where
+                assert one.spans[list_idx, entry, len(wanted)] == 0, f"{where}: the end is missing"
+                assert one.costs[list_idx, entry].tolist() == [sum(n for _, n, _ in unpack(wanted)), len(wanted)], where
+            items = one.costs[list_idx, :, 0]
+            dearest_first = np.lexsort((np.arange(count), -items))
+            assert one.order[list_idx, :, 0].tolist() == dearest_first.tolist()
+            assert one.order[list_idx, :, 1].tolist() == one.costs[list_idx, dearest_first, 1].tolist()
+        assert totals[is_pair] == one.costs[:, :, 0].sum()
+    return lists
 
 
 def planes(raw: RawMask, s_q: int, s_k: int) -> np.ndarray:
@@ -43,15 +116,6 @@ def planes(raw: RawMask, s_q: int, s_k: int) -> np.ndarray:
             for idx, one in enumerate(lists)
         ]
     )
-
-
-def spans_of(library: ctypes.CDLL, mask: NativeMask, list_idx: int, q_tile_idx: int, *, is_pair: bool = False) -> Spans:
-    capacity = mask.s_k // library.item_cols(0) + 2
-    triples = (ctypes.c_int32 * (3 * capacity))()
-    view = mask.view
-    count = library.spans(ctypes.byref(view), list_idx, q_tile_idx, int(is_pair), triples, capacity)
-    assert count <= capacity - 1, f"{count} spans; the device keeps room for {capacity - 1}"
-    return [(triples[3 * i], triples[3 * i + 1], bool(triples[3 * i + 2])) for i in range(count)]
 
 
 def check_spans(spans: Spans, visible: np.ndarray, item_cols: int) -> None:
@@ -81,17 +145,61 @@ def test_hostile_masks(library: ctypes.CDLL, case) -> None:
     else:
         mask = NativeMask.from_bounds(raw.startend_row_indices, raw.causal, case.s_q, raw.block_mask)
         visible = planes(raw, case.s_q, case.s_k)
-    for list_idx, plane in enumerate(visible):
-        for q_tile_idx in range(-(-case.s_q // TILE_Q)):
-            rows = plane[q_tile_idx * TILE_Q : (q_tile_idx + 1) * TILE_Q]
-            check_spans(spans_of(library, mask, list_idx, q_tile_idx), rows, library.item_cols(0))
-            if q_tile_idx % 2 == 0:
-                rows = plane[q_tile_idx * TILE_Q : (q_tile_idx + 2) * TILE_Q]
-                pair = spans_of(library, mask, list_idx, q_tile_idx, is_pair=True)
-                check_spans(pair, rows, library.item_cols(1))
+    for is_pair, one in enumerate(check_build(library, mask)):
+        rows = TILE_Q * (1 + is_pair)
+        for (list_idx, entry), num_spans in np.ndenumerate(one.costs[:, :, 1]):
+            seen = visible[list_idx, entry * rows : (entry + 1) * rows]
+            check_spans(unpack(one.spans[list_idx, entry, :num_spans]), seen, library.item_cols(is_pair))
 
 
-@pytest.mark.parametrize("form", [(True, 1), (True, 2), (False, 2), (False, 4)], ids=["c1", "c2", "nc2", "nc4"])
+def random_mask(rng: np.random.Generator, form: tuple[bool, int], idx: int) -> NativeMask:
+    """Bounds near each other or far apart, alike in runs of keys or not, meeting or not, at times a block mask."""
+    causal, n = form
+    s_q, s_k = (int(x) for x in rng.integers(1, 1400, 2))
+    centre, spread = rng.integers(-5, s_q + 6, n), int(rng.choice([1, 5, 100, 1000]))
+    bounds = centre + rng.integers(0, spread, (1, 1, s_k, n))
+    if idx % 3 == 0:
+        bounds = np.repeat(bounds[:, :, ::64], 64, axis=2)[:, :, :s_k]
+    if idx % 5 == 0:
+        bounds[rng.random((1, 1, s_k)) < 0.1] = 0
+    if n == 4 and idx % 3 != 0:  # the two intervals meet, at another row for each key
+        first, meet, _, last = np.moveaxis(np.sort(bounds, axis=3), 3, 0)
+        both = [first, meet, meet, last] if idx % 3 == 1 else [meet, last, first, meet]
+        bounds = np.stack(both, axis=3)
+    tiles = None
+    if idx % 4 == 0:
+        tiles = (rng.random((1, 1, -(-s_q // 128), -(-s_k // 128))) < 0.6).astype(np.int32)
+    return NativeMask.from_bounds(bounds.astype(np.int32), causal, s_q, tiles)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=FORM_IDS)
+def test_random_masks(library: ctypes.CDLL, form: tuple[bool, int]) -> None:
+    rng = np.random.default_rng(form[1] + 10 * form[0])
+    for idx in range(40):
+        check_build(library, random_mask(rng, form, idx))
+
+
+@pytest.mark.parametrize("kind", ["causal_document", "global_window", "qk_sparse", "random_eviction"])
+def test_long_masks(library: ctypes.CDLL, kind: str) -> None:
+    """Some tiles of a 128K mask: all 32 lanes of a warp have a stretch of a list."""
+    raw = benchmark_case(f"128k_{kind}").build_mask()
+    mask = NativeMask.from_bounds(raw.startend_row_indices, raw.causal, 131072, None)
+    check_build(library, mask, [0, 1, 63, 200, 511, 512, 777, 1022, 1023])
+
+
+@pytest.mark.parametrize("form", [*FORMS, None], ids=[*FORM_IDS, "none"])
+@pytest.mark.parametrize("s_k", [262221, 300000])
+def test_lists_of_several_sections(library: ctypes.CDLL, form: tuple[bool, int] | None, s_k: int) -> None:
+    """More columns than a CTA works on at a time, and spans longer than one entry can count."""
+    if form is None:
+        check_build(library, NativeMask.without_bounds(False, 1, 200, s_k))
+        return
+    bounds = np.random.default_rng(form[1]).integers(0, 257, (1, 1, s_k // 200 + 1, form[1]))
+    bounds = np.repeat(bounds, 200, axis=2)[:, :, :s_k].astype(np.int32)
+    check_build(library, NativeMask.from_bounds(bounds, form[0], 256, None))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=FORM_IDS)
 def test_hulls_never_lie(library: ctypes.CDLL, form: tuple[bool, int]) -> None:
     causal, n = form
     rng = np.random.default_rng(n + causal)
@@ -115,9 +223,9 @@ def test_hulls_never_lie(library: ctypes.CDLL, form: tuple[bool, int]) -> None:
 
 
 def test_causal_list_is_as_short_as_can_be(library: ctypes.CDLL) -> None:
-    mask = NativeMask.without_bounds(True, 1, 4096, 4096)
+    tiles, _ = check_build(library, NativeMask.without_bounds(True, 1, 4096, 4096))
     for q_tile_idx in range(32):
-        spans = spans_of(library, mask, 0, q_tile_idx)
+        spans = unpack(tiles.spans[0, q_tile_idx, : tiles.costs[0, q_tile_idx, 1]])
         columns = (q_tile_idx + 1) * TILE_Q
         assert sum(count for _, count, _ in spans) == -(-columns // library.item_cols(0))
         assert sum(count for _, count, is_full in spans if not is_full) <= 2
@@ -128,7 +236,8 @@ def test_a_lost_or_moved_span_is_noticed(library: ctypes.CDLL) -> None:
     bounds = np.ascontiguousarray(raw.startend_row_indices[:1])
     mask = NativeMask.from_bounds(bounds, raw.causal, 8192)
     visible = visible_plane(bounds[0, 0], raw.causal, 8192, 8192)[5 * TILE_Q : 6 * TILE_Q]
-    spans = spans_of(library, mask, 0, 5)
+    tiles, _ = check_build(library, mask)
+    spans = unpack(tiles.spans[0, 5, : tiles.costs[0, 5, 1]])
     check_spans(spans, visible, library.item_cols(0))
     k_begin, count, _ = spans[0]
     for broken in (spans[:-1], [(k_begin + 16, count, False), *spans[1:]], [(k, n, True) for k, n, _ in spans]):

@@ -3,10 +3,10 @@
 // instead of the mask's O(s_k) bounds. Built once a mask (build.cu), read by every layer.
 //
 // One blob of bytes, addressed through `ScheduleView`:
-//   hulls   what each block of 128 key columns says about rows (min and max of its bounds)
 //   order   per (b, h_mask): the query tiles, dearest first, each with its number of spans
 //   spans   per (b, h_mask, query tile): the key columns the forward visits, ascending
 //   totals  how much all tiles visit
+//   hulls, granules   min and max of the bounds of 128 and of 16 key columns; scratch of the build
 // Order and spans are there twice: of single tiles, and of pairs of neighbours, which two CTAs may
 // walk together. The totals tell the forward which of the two is cheaper.
 #pragma once
@@ -26,10 +26,10 @@ constexpr int32_t kGranuleCols = 16;  // an item may begin at any multiple of th
 constexpr int32_t kTileItemCols = 160, kPairItemCols = 176;
 constexpr int64_t kMaxLists = 0x7FFFFFFF / 256;  // b * h_mask: a grid of so many tiles of lists
 
-// Rows hidden by a block of columns, per interval: every column hides [*_begin_max, *_end_min), no
-// column hides anything outside [*_begin_min, *_end_max). Empty intervals were entered as
-// [kNever, -1), which is neutral for the hull and makes the common part empty. The causal rule is
-// not in here: it is a formula of the column.
+// What the backward keeps of a block of columns. Rows hidden, per interval: every column hides
+// [*_begin_max, *_end_min), no column hides anything outside [*_begin_min, *_end_max). Empty
+// intervals were entered as [kNever, -1), which is neutral for the hull and makes the common part
+// empty. The causal rule is not in here: it is a formula of the column.
 constexpr int32_t kNever = 0x7FFFFFFF;
 struct ColumnHull {
   int32_t lt_begin_min, lt_begin_max, lt_end_min, lt_end_max;
@@ -82,11 +82,13 @@ struct ScheduleTotals {
 
 struct ScheduleView {
   ScheduleTotals* totals;
-  ColumnHull* hulls;  // [b, h_mask, num_hulls]
+  void *hulls, *granules;  // [b, h_mask, num_hulls] and [b, h_mask, 8 num_hulls] BoundSummary
   SpanLists tiles, pairs;
   int32_t num_hulls, num_q_tiles, max_spans;
 };
 
+FM3_HOST_DEVICE int32_t smaller(int32_t x, int32_t y) { return y < x ? y : x; }
+FM3_HOST_DEVICE int32_t larger(int32_t x, int32_t y) { return x < y ? y : x; }
 FM3_HOST_DEVICE int64_t align_up(int64_t bytes, int64_t alignment) {
   return (bytes + alignment - 1) / alignment * alignment;
 }
@@ -112,9 +114,11 @@ FM3_HOST_DEVICE int64_t schedule_layout(const MaskView& mask, void* base, Schedu
   };
   ScheduleView made;
   made.totals = reinterpret_cast<ScheduleTotals*>(take(sizeof(ScheduleTotals)));
-  made.hulls = reinterpret_cast<ColumnHull*>(take(lists * num_hulls * int64_t{sizeof(ColumnHull)}));
   made.tiles = take_lists(num_q_tiles);
   made.pairs = take_lists((num_q_tiles + 1) / 2);
+  const int64_t summary_bytes = num_bounds(mask.form) * 2 * int64_t{sizeof(int32_t)};
+  made.hulls = take(lists * num_hulls * summary_bytes);
+  made.granules = take(lists * num_hulls * (kHullCols / kGranuleCols) * summary_bytes);
   made.num_hulls = num_hulls, made.num_q_tiles = num_q_tiles, made.max_spans = max_spans;
   if (view != nullptr) *view = made;
   return bytes;
@@ -164,7 +168,7 @@ FM3_HOST_DEVICE bool touches(const HiddenRows& rows, int32_t q_begin, int32_t q_
 // Claim:      a hull's SKIP tile is hidden, its FULL tile is clear.
 // Because:    every column hides the common part, and nothing outside the hull part.
 // Breaks if:  the hull was built from other bounds than the ones the kernel masks with.
-// Tested by:  test/gpu/test_sm90_schedule.py (brute force over random masks)
+// Tested by:  test/unit/test_sm90_spans.py (brute force over random masks)
 enum class HullClass { kSkip, kPartial, kFull };
 FM3_HOST_DEVICE HullClass classify(const ColumnHull& hull, const MaskView& mask, int32_t k_begin,
                                    int32_t k_end, int32_t q_begin, int32_t q_end) {

@@ -9,8 +9,7 @@ namespace fm3::sm90_bwd {
 constexpr int kBlockQ = 64;              // rows of a step
 constexpr int kHullK = sm90::kHullCols;  // keys of one hull (a 64-key tile uses half of one)
 
-FM3_HOST_DEVICE int32_t smaller(int32_t x, int32_t y) { return y < x ? y : x; }
-FM3_HOST_DEVICE int32_t larger(int32_t x, int32_t y) { return x < y ? y : x; }
+using sm90::larger, sm90::smaller;
 
 enum class StepClass { kSkip, kPartial, kFull };
 

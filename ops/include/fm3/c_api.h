@@ -38,4 +38,6 @@ FM3_EXPORT int64_t fm3_sm90_bwd_workspace_bytes(const fm3::BwdParams* params);
 // this mask and by both directions; opaque to callers.
 FM3_EXPORT int64_t fm3_sm90_schedule_bytes(const fm3::MaskView* mask);
 FM3_EXPORT int32_t fm3_sm90_build_schedule(const fm3::MaskView* mask, void* schedule, void* stream);
+// The first pass of fm3_sm90_build_schedule alone, the only one that reads all bounds: to time it.
+FM3_EXPORT int32_t fm3_sm90_scan_bounds(const fm3::MaskView* mask, void* schedule, void* stream);
 FM3_EXPORT const char* fm3_sm90_last_error();

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// Second pass: the lists of spans. One CTA four query tiles and their two pairs: all threads judge
+// what these see, then a warp a list makes the spans.
+#pragma once
+
+#include "section_judge.cuh"
+
+namespace fm3::sm90 {
+
+template <BoundForm kForm>
+__global__ void __launch_bounds__(kListThreads, 2)
+    list_kernel(const MaskView mask, const ScheduleView schedule) {
+  __shared__ ListSmem smem;
+  const int32_t groups = (schedule.pairs.count + kPairsPerCta - 1) / kPairsPerCta;
+  const int64_t list_idx = blockIdx.x / groups;
+  const int32_t pair_begin = static_cast<int32_t>(blockIdx.x % groups) * kPairsPerCta;
+
+  // Warps 0 and on: pair 0, its two tiles, pair 1, its two tiles.
+  const int32_t warp = threadIdx.x / 32;
+  const bool is_pair = warp % 3 == 0;
+  const SpanLists lists = is_pair ? schedule.pairs : schedule.tiles;
+  const int32_t pair = pair_begin + warp / 3, entry = is_pair ? pair : 2 * pair + warp % 3 - 1;
+  const bool has_list = warp < kListsPerCta && entry < lists.count;
+  const int64_t out = list_idx * lists.count + entry;
+  ListWarp maker(lists.spans + out * schedule.max_spans, is_pair ? kPairItemCols : kTileItemCols);
+
+  SectionJudge<kForm> judge(mask, schedule, smem, list_idx, 2 * pair_begin);
+  for (int32_t section = 0; section * kSectionHulls < schedule.num_hulls; ++section) {
+    const int32_t hull_begin = section * kSectionHulls;
+    const int32_t num_words =
+        min((schedule.num_hulls - hull_begin + kHullsPerWord - 1) / kHullsPerWord, kSectionWords);
+    if (threadIdx.x == 0) smem.num_hulls = smem.num_granules = 0;
+    __syncthreads();
+    judge.judge_hulls(hull_begin);
+    __syncthreads();
+    judge.judge_granules(hull_begin);
+    __syncthreads();
+    if (kForm != BoundForm::kNone && smem.num_granules > 0) {
+      judge.judge_columns(hull_begin);
+      __syncthreads();
+    }
+    judge.make_words(num_words);
+    __syncthreads();
+    if (has_list) {
+      maker.section(smem.lists[warp], section, (num_words + kBlockWords - 1) / kBlockWords);
+    }
+  }
+  if (has_list) {
+    const TileCost cost = maker.finish();
+    if (threadIdx.x % 32 == 0) lists.costs[out] = cost;
+  }
+}
+
+}  // namespace fm3::sm90

@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the query tiles of a CTA see of each granule of columns: from the summaries of hulls, of granules
+// where hulls leave it open, of single columns where granules do.
+#pragma once
+
+#include "list_warp.cuh"
+#include "scan.cuh"
+
+namespace fm3::sm90 {
+
+constexpr int kListThreads = 512, kListWarps = kListThreads / 32;
+constexpr int kPairsPerCta = 2, kTilesPerCta = 2 * kPairsPerCta;
+constexpr int kListsPerCta = kTilesPerCta + kPairsPerCta;
+constexpr int32_t kHullsPerWord = kWordGranules / kGranulesPerHull;
+constexpr int32_t kSectionHulls = kSectionWords * kHullsPerWord;
+static_assert(kListWarps == kPairsPerCta * kSectionBlocks, "make_words: a warp a pair and block");
+
+// Bits of a hull's granules: byte `tile`, bit `granule`.
+constexpr int32_t kTileBits = kGranulesPerHull;
+static_assert(kTilesPerCta * kTileBits <= 32);
+FM3_HOST_DEVICE uint32_t tile_bits(int32_t tile) { return 0xFFu << tile * kTileBits; }
+
+struct ListSmem {
+  // Of a section's hulls and the four after it, which its last items reach into.
+  alignas(16) uint32_t visible[kSectionHulls + kHullsPerWord];
+  alignas(16) uint32_t full[kSectionHulls + kHullsPerWord];
+  alignas(16) uint32_t kept[kSectionHulls + kHullsPerWord];  // by the block mask
+  int32_t num_hulls, num_granules;                           // open ones
+  uint16_t hulls[kSectionHulls + kHullsPerWord];
+  union {
+    uint16_t granules[(kSectionHulls + kHullsPerWord) * kGranulesPerHull];
+    ListWords lists[kListsPerCta];
+  };
+};
+
+// Appends `value` of the lanes that are open; for whole warps.
+__device__ __forceinline__ void append(uint16_t* values, int32_t* count, bool is_open,
+                                       int32_t value) {
+  const uint32_t open = __ballot_sync(kWholeWarp, is_open);
+  if (open == 0) return;
+  const int32_t lane = threadIdx.x % 32;
+  int32_t at = 0;
+  if (lane == 0) at = atomicAdd(count, __popc(open));
+  at = __shfl_sync(kWholeWarp, at, 0) + __popc(open & ((1u << lane) - 1));
+  if (is_open) values[at] = static_cast<uint16_t>(value);
+}
+
+// The four query tiles of a CTA and what they see of a section of the columns of one list.
+template <BoundForm kForm>
+class SectionJudge {
+  using Summary = BoundSummary<kForm>;
+
+ public:
+  __device__ __forceinline__ SectionJudge(const MaskView& mask, const ScheduleView& schedule,
+                                          ListSmem& smem, int64_t list_idx, int32_t tile_begin)
+      : mask_(mask),
+        smem_(smem),
+        bounds_(mask.bounds + list_idx * mask.s_k * kNumBounds<kForm>),
+        hulls_(static_cast<const Summary*>(schedule.hulls) + list_idx * schedule.num_hulls),
+        granules_(static_cast<const Summary*>(schedule.granules) +
+                  list_idx * schedule.num_hulls * kGranulesPerHull),
+        tile_masks_(mask.block_mask == nullptr
+                        ? nullptr
+                        : mask.block_mask +
+                              (list_idx * schedule.num_q_tiles + tile_begin) * schedule.num_hulls),
+        num_hulls_(schedule.num_hulls),
+        num_tiles_(min(schedule.num_q_tiles - tile_begin, kTilesPerCta)),
+        q_begin_(tile_begin * kTileQ) {}
+
+  __device__ __forceinline__ void judge_hulls(int32_t hull_begin) {
+    const int32_t count = min(num_hulls_ - hull_begin, kSectionHulls + kHullsPerWord);
+    const uint32_t all_tiles = 0xFFFFFFFF >> (32 - num_tiles_ * kTileBits);
+    Summary summary, next_summary;
+    const auto fetch = [&](int32_t idx) {
+      if (kForm != BoundForm::kNone && idx < count) next_summary = hulls_[hull_begin + idx];
+    };
+    fetch(threadIdx.x);
+    for (int32_t base = 0; base < count; base += kListThreads) {
+      const int32_t idx = base + threadIdx.x, k_begin = (hull_begin + idx) * kHullCols;
+      const int32_t k_end = k_begin + kHullCols;
+      bool is_open = false;
+      summary = next_summary;
+      fetch(idx + kListThreads);
+      if (idx < count) {
+        uint32_t visible = 0, full = 0;
+        const Verdict of_all =
+            judge<kForm, true>(summary, mask_, k_begin, k_end, q_begin_, row_end(kTilesPerCta - 1));
+        const bool is_hidden = of_all.is_visible_known && !of_all.is_visible;
+        if (k_end > mask_.s_k) {
+          is_open = !is_hidden;  // columns past s_k are never visible
+        } else if (of_all.is_full) {
+          visible = full = all_tiles;
+        } else if (!is_hidden) {
+#pragma unroll
+          for (int32_t tile = 0; tile < kTilesPerCta; ++tile) {
+            if (tile >= num_tiles_) continue;
+            const Verdict verdict =
+                judge<kForm, true>(summary, mask_, k_begin, k_end, row_begin(tile), row_end(tile));
+            is_open = is_open || !verdict.is_known();
+            if (verdict.is_visible) visible |= tile_bits(tile);
+            if (verdict.is_full) full |= tile_bits(tile);
+          }
+        }
+        smem_.visible[idx] = visible, smem_.full[idx] = full;
+        if (tile_masks_ != nullptr) {
+          uint32_t kept = 0;
+          for (int32_t tile = 0; tile < num_tiles_; ++tile) {
+            if (tile_masks_[tile * num_hulls_ + hull_begin + idx] != 0) kept |= tile_bits(tile);
+          }
+          smem_.kept[idx] = kept;
+        }
+      }
+      append(smem_.hulls, &smem_.num_hulls, is_open, idx);
+    }
+    // Up to a whole word, and one more.
+    const int32_t idx = count + static_cast<int32_t>(threadIdx.x);
+    if (threadIdx.x < 2 * kHullsPerWord && idx < kSectionHulls + kHullsPerWord) {
+      smem_.visible[idx] = smem_.full[idx] = smem_.kept[idx] = 0;
+    }
+  }
+
+  // A warp takes four hulls at a time, a granule a lane; what it takes next is on its way.
+  __device__ __forceinline__ void judge_granules(int32_t hull_begin) {
+    constexpr int32_t kWarpHulls = 32 / kGranulesPerHull;
+    const int32_t lane = threadIdx.x % 32, num_hulls = smem_.num_hulls;
+    const int32_t begin = static_cast<int32_t>(threadIdx.x) / 32 * kWarpHulls;
+    int32_t idx = 0, next_idx = 0;  // of the hull in the section
+    Summary summary, next_summary;
+    const auto fetch = [&](int32_t base) {
+      const int32_t at = base + lane / kGranulesPerHull;
+      if (at >= num_hulls) return;
+      next_idx = smem_.hulls[at];
+      if (kForm != BoundForm::kNone) {
+        next_summary =
+            granules_[(hull_begin + next_idx) * kGranulesPerHull + lane % kGranulesPerHull];
+      }
+    };
+    fetch(begin);
+    for (int32_t base = begin; base < num_hulls; base += kListWarps * kWarpHulls) {
+      const bool is_hull = base + lane / kGranulesPerHull < num_hulls;
+      idx = next_idx, summary = next_summary;
+      fetch(base + kListWarps * kWarpHulls);
+      const int32_t own = idx * kGranulesPerHull + lane % kGranulesPerHull;
+      const int32_t granule = hull_begin * kGranulesPerHull + own;
+      const int32_t k_begin = granule * kGranuleCols;
+      const int32_t k_end = min(k_begin + kGranuleCols, mask_.s_k);
+      uint32_t visible = 0, full = 0;  // bit: tile
+      bool is_open = false;
+      if (is_hull && k_begin < k_end) {
+#pragma unroll
+        for (int32_t tile = 0; tile < kTilesPerCta; ++tile) {
+          if (tile >= num_tiles_) continue;
+          const Verdict verdict =
+              judge<kForm, false>(summary, mask_, k_begin, k_end, row_begin(tile), row_end(tile));
+          is_open = is_open || !verdict.is_known();
+          visible |= (verdict.is_visible ? 1u : 0u) << tile;
+          full |= (verdict.is_full ? 1u : 0u) << tile;
+        }
+      }
+      if (kForm != BoundForm::kNone) append(smem_.granules, &smem_.num_granules, is_open, own);
+      if (is_open) visible = full = 0;
+      if (k_end - k_begin != kGranuleCols) full = 0;  // columns past s_k are never visible
+      uint32_t hull_visible = 0, hull_full = 0;
+#pragma unroll
+      for (int32_t tile = 0; tile < kTilesPerCta; ++tile) {
+        const uint32_t visible_bits = __ballot_sync(kWholeWarp, visible >> tile & 1);
+        const uint32_t full_bits = __ballot_sync(kWholeWarp, full >> tile & 1);
+        hull_visible |= (visible_bits >> lane & 0xFF) << tile * kTileBits;
+        hull_full |= (full_bits >> lane & 0xFF) << tile * kTileBits;
+      }
+      if (is_hull && lane % kGranulesPerHull == 0) {
+        smem_.visible[idx] = hull_visible, smem_.full[idx] = hull_full;
+      }
+    }
+  }
+
+  // A warp takes two granules at a time, a column a lane.
+  __device__ __forceinline__ void judge_columns(int32_t hull_begin) {
+    const int32_t lane = threadIdx.x % 32, half = lane / kGranuleCols;
+    const int32_t num_granules = smem_.num_granules;
+    for (int32_t base = static_cast<int32_t>(threadIdx.x) / 32 * 2; base < num_granules;
+         base += kListWarps * 2) {
+      const bool is_granule = base + half < num_granules;
+      const int32_t own = is_granule ? smem_.granules[base + half] : 0;
+      const int32_t k_begin = (hull_begin * kGranulesPerHull + own) * kGranuleCols;
+      const int32_t k_idx = k_begin + lane % kGranuleCols;
+      const bool is_column = is_granule && k_idx < mask_.s_k;
+      HiddenRows rows{};
+      if (is_column) rows = hidden_rows(mask_, bounds_, k_idx);
+      uint32_t visible = 0, full = 0;
+#pragma unroll 1
+      for (int32_t tile = 0; tile < num_tiles_; ++tile) {
+        const int32_t begin = row_begin(tile), end = row_end(tile);
+        const uint32_t shown = __ballot_sync(kWholeWarp, is_column && !covers(rows, begin, end));
+        const uint32_t clear = __ballot_sync(kWholeWarp, is_column && !touches(rows, begin, end));
+        constexpr uint32_t kAll = (1u << kGranuleCols) - 1;
+        const int32_t bit = tile * kTileBits + own % kGranulesPerHull;
+        visible |= ((shown >> half * kGranuleCols & kAll) != 0 ? 1u : 0u) << bit;
+        full |= ((clear >> half * kGranuleCols & kAll) == kAll ? 1u : 0u) << bit;
+      }
+      if (is_granule && lane % kGranuleCols == 0) {
+        atomicOr(&smem_.visible[own / kGranulesPerHull], visible);
+        atomicOr(&smem_.full[own / kGranulesPerHull], full);
+      }
+    }
+  }
+
+  // Block `warp % kSectionBlocks` of the lists of pair `warp / kSectionBlocks`.
+  __device__ __forceinline__ void make_words(int32_t num_words) {
+    const int32_t warp = threadIdx.x / 32;
+    const int32_t pair = warp / kSectionBlocks, block = warp % kSectionBlocks;
+    const int32_t word = block * kBlockWords + static_cast<int32_t>(threadIdx.x % 32);
+    if (block * kBlockWords >= num_words) return;
+    const bool is_word = word < num_words;
+    const int32_t hull = is_word ? word * kHullsPerWord : 0;
+    uint32_t visible[2], full[2], full_after[2], kept[2], kept_after[2];
+    for (int32_t tile = 0; tile < 2; ++tile) {
+      const int32_t byte = 2 * pair + tile;
+      visible[tile] = is_word ? gather(smem_.visible + hull, byte) : 0;
+      full[tile] = is_word ? gather(smem_.full + hull, byte) : 0;
+      full_after[tile] = gather(smem_.full + hull + kHullsPerWord, byte);
+      kept[tile] = kept_after[tile] = kWholeWarp;
+      if (tile_masks_ != nullptr) {
+        kept[tile] = gather(smem_.kept + hull, byte);
+        kept_after[tile] = gather(smem_.kept + hull + kHullsPerWord, byte);
+      }
+    }
+    ListWords* const lists = smem_.lists + 3 * pair;
+    const ItemLength pair_length(kPairItemCols), tile_length(kTileItemCols);
+    lists[0].set(word, (visible[0] | visible[1]) & (kept[0] | kept[1]),
+                 full[0] & full[1] & kept[0] & kept[1],
+                 full_after[0] & full_after[1] & kept_after[0] & kept_after[1], pair_length);
+#pragma unroll
+    for (int32_t tile = 0; tile < 2; ++tile) {
+      lists[1 + tile].set(word, visible[tile] & kept[tile], full[tile] & kept[tile],
+                          full_after[tile] & kept_after[tile], tile_length);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int32_t row_begin(int32_t tile) const {
+    return q_begin_ + tile * kTileQ;
+  }
+  __device__ __forceinline__ int32_t row_end(int32_t tile) const {
+    return min(row_begin(tile) + kTileQ, mask_.s_q);
+  }
+  // Byte `byte` of four neighbours.
+  __device__ __forceinline__ static uint32_t gather(const uint32_t* hulls, int32_t byte) {
+    const uint4 words = *reinterpret_cast<const uint4*>(hulls);
+    const uint32_t select = byte | (byte + 4) << 4;
+    return __byte_perm(__byte_perm(words.x, words.y, select), __byte_perm(words.z, words.w, select),
+                       0x5410);
+  }
+
+  const MaskView& mask_;
+  ListSmem& smem_;
+  const int32_t* bounds_;
+  const Summary *hulls_, *granules_;
+  const int32_t* tile_masks_;  // rows of the block mask, or nullptr
+  int32_t num_hulls_, num_tiles_, q_begin_;
+};
+
+}  // namespace fm3::sm90

@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels that prepare a schedule, run on the host, and the same lists made one granule after the
+// other: for test/unit/test_sm90_spans.py.
+#include <algorithm>
+#include <vector>
+
+#include "cuda_on_host.h"
+#include "ops/cuda/schedule/launch_sizes.cuh"
+#include "test/cpp/column_hull.h"
+
+using namespace fm3;
+using namespace fm3::sm90;
+
+namespace {
+
+template <BoundForm kForm>
+void build(const MaskView& mask, const ScheduleView& schedule) {
+  const LaunchSizes sizes = launch_sizes(mask, schedule);
+  cuda_on_host::launch(sizes.scan_ctas, kScanThreads, scan_kernel<kForm>, mask, schedule,
+                       sizes.num_blocks);
+  cuda_on_host::launch(sizes.list_ctas, kListThreads, list_kernel<kForm>, mask, schedule);
+  cuda_on_host::launch(sizes.tile_order_ctas + sizes.pair_order_ctas, kRankThreads, order_kernel,
+                       schedule, sizes.tile_order_ctas);
+}
+
+// Classes of the granules of query tiles [tile_begin, tile_begin + num_tiles), from single columns.
+struct Granules {
+  std::vector<bool> is_visible, is_full;
+};
+Granules granules_of(const MaskView& mask, int32_t list_idx, int32_t tile_begin,
+                     int32_t num_tiles) {
+  const int32_t* bounds = mask.bounds + int64_t{list_idx} * mask.s_k * num_bounds(mask.form);
+  const int32_t num_hulls = (mask.s_k + kHullCols - 1) / kHullCols;
+  const int32_t num_q_tiles = (mask.s_q + kTileQ - 1) / kTileQ;
+  const int32_t q_begin = tile_begin * kTileQ;
+  const int32_t q_end = std::min(q_begin + num_tiles * kTileQ, mask.s_q);
+  const int32_t count = num_hulls * (kHullCols / kGranuleCols);
+  Granules granules = {std::vector<bool>(count, false), std::vector<bool>(count, true)};
+  for (int32_t k_idx = 0; k_idx < count * kGranuleCols; ++k_idx) {
+    int32_t num_kept = 0;
+    for (int32_t tile = tile_begin; tile < tile_begin + num_tiles; ++tile) {
+      if (k_idx < mask.s_k && tile < num_q_tiles &&
+          (mask.block_mask == nullptr ||
+           mask.block_mask[(int64_t{list_idx} * num_q_tiles + tile) * num_hulls +
+                           k_idx / kHullCols] != 0)) {
+        ++num_kept;
+      }
+    }
+    const HiddenRows rows = num_kept == 0 ? HiddenRows{} : hidden_rows(mask, bounds, k_idx);
+    const int32_t idx = k_idx / kGranuleCols;
+    if (num_kept > 0 && !covers(rows, q_begin, q_end)) granules.is_visible[idx] = true;
+    if (num_kept < num_tiles || touches(rows, q_begin, q_end)) granules.is_full[idx] = false;
+  }
+  return granules;
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t item_cols(int32_t is_pair) { return is_pair ? kPairItemCols : kTileItemCols; }
+
+int32_t hull_cols() { return kHullCols; }
+
+// 0 skip, 1 partial, 2 full.
+int32_t hull_class(const MaskView* mask, int32_t list_idx, int32_t hull_idx, int32_t q_begin,
+                   int32_t q_end) {
+  const int32_t* bounds = mask->bounds + int64_t{list_idx} * mask->s_k * num_bounds(mask->form);
+  const int32_t k_begin = hull_idx * kHullCols;
+  const int32_t k_end = std::min(k_begin + kHullCols, mask->s_k);
+  return static_cast<int32_t>(
+      classify(make_hull(*mask, bounds, k_begin, k_end), *mask, k_begin, k_end, q_begin, q_end));
+}
+
+int64_t schedule_bytes(const MaskView* mask) { return schedule_layout(*mask, nullptr, nullptr); }
+
+void build_schedule(const MaskView* mask, void* blob) {
+  ScheduleView schedule;
+  schedule_layout(*mask, blob, &schedule);
+  switch (mask->form) {
+    case BoundForm::kLower1:
+      return build<BoundForm::kLower1>(*mask, schedule);
+    case BoundForm::kLower2:
+      return build<BoundForm::kLower2>(*mask, schedule);
+    case BoundForm::kOuter2:
+      return build<BoundForm::kOuter2>(*mask, schedule);
+    case BoundForm::kBoth4:
+      return build<BoundForm::kBoth4>(*mask, schedule);
+    default:
+      return build<BoundForm::kNone>(*mask, schedule);
+  }
+}
+
+// Byte offsets of the totals, of order, costs and spans of tiles, then of pairs; and max_spans.
+void schedule_offsets(const MaskView* mask, int64_t* offsets) {
+  ScheduleView view;
+  char base[1];
+  schedule_layout(*mask, base, &view);
+  const auto put = [&](const void* part) { *offsets++ = static_cast<const char*>(part) - base; };
+  put(view.totals);
+  for (const SpanLists& lists : {view.tiles, view.pairs}) {
+    put(lists.order), put(lists.costs), put(lists.spans);
+  }
+  *offsets = view.max_spans;
+}
+
+// Spans of one query tile, or of the pair that begins with it, as `packed` holds them; their number.
+int32_t plain_spans(const MaskView* mask, int32_t list_idx, int32_t q_tile_idx, int32_t is_pair,
+                    uint32_t* packed, int32_t capacity) {
+  const Granules granules = granules_of(*mask, list_idx, q_tile_idx, is_pair ? 2 : 1);
+  const auto num_granules = static_cast<int32_t>(granules.is_visible.size());
+  const int32_t length = item_cols(is_pair) / kGranuleCols;
+  struct Open {
+    int32_t begin, count, is_full;
+  };
+  std::vector<Open> spans;
+  int32_t last = 0;  // where the last item begins
+  for (int32_t at = 0; at < num_granules;) {
+    if (!granules.is_visible[at]) {
+      ++at;
+      continue;
+    }
+    bool is_full = true;
+    for (int32_t idx = at; idx < at + length; ++idx) {
+      is_full = is_full && idx < num_granules && granules.is_full[idx];
+    }
+    const bool is_long =  // then the next section's first item begins a new span
+        !spans.empty() && last / kSectionGranules != at / kSectionGranules &&
+        spans.back().count > kMaxSpanItems - kSectionGranules / length;
+    if (!spans.empty() && !is_long && spans.back().is_full == is_full &&
+        spans.back().begin + spans.back().count * length == at) {
+      ++spans.back().count;
+    } else {
+      spans.push_back({at, 1, is_full});
+    }
+    last = at, at += length;
+  }
+  if (spans.empty()) spans.push_back({0, 1, false});
+  for (int32_t idx = 0; idx < std::min<int32_t>(spans.size(), capacity); ++idx) {
+    packed[idx] = Span::make(spans[idx].begin, spans[idx].count, spans[idx].is_full != 0).packed;
+  }
+  return static_cast<int32_t>(spans.size());
+}
+
+}  // extern "C"
