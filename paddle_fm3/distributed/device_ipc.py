@@ -134,7 +134,7 @@ class IpcTransport(DeviceTransport):
             raise TransportError(errors[0])
         return dict(self._buffers)
 
-    def _post(self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int] | None) -> None:
+    def _post(self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int, int] | None) -> None:
         device, number = self._device, ticket.number
         value = number + 1  # words are 0 at first
         device.event_record(self._begin_event, stream)
@@ -148,6 +148,7 @@ class IpcTransport(DeviceTransport):
         device.event_wait(self._begin_event, self._pull_stream)
         pulls = self._copies_of(ticket.batch)
         if word is not None:  # all waits before all copies: see _wait_ready
+            device.write_word(self._pull_stream, word[0], word[1])
             for peer, _ in pulls:
                 self._wait_peer(peer, number, self._pull_stream)
             device.event_record(self._ready_events[number % NUM_READY_WORDS], self._pull_stream)
@@ -157,7 +158,7 @@ class IpcTransport(DeviceTransport):
             with span_of(self.trace, "receive", f"{ticket.batch.name} from rank {peer}", self._pull_stream):
                 device.copy(copies, self._pull_stream)
         if word is not None:
-            device.write_word(self._pull_stream, *word)
+            device.write_word(self._pull_stream, word[0], word[2])
         device.event_record(self._in_events[number % NUM_READY_WORDS], self._pull_stream)
         device.write_word(self._pull_stream, self._base + self._page.pulled_offset(self.rank), value)
         self._tickets[number % NUM_READY_WORDS] = ticket
@@ -247,6 +248,10 @@ class IpcTransport(DeviceTransport):
             if ended:
                 self._give_up(f"the process of rank {', '.join(map(str, ended))} has ended")
                 continue
+            missed = self._missed_by_one_that_left()
+            if missed is not None:
+                self._give_up(missed)
+                continue
             gave_up_row = self._page.word(self._page.status_offset(self.rank))
             if gave_up_row:
                 self._give_up(f"its attention kernel waited too long for key row {gave_up_row - 1}")
@@ -256,6 +261,17 @@ class IpcTransport(DeviceTransport):
                 watched, since_s = number if is_waiting else -1, time.monotonic()
             elif time.monotonic() - since_s > self._timeout_s:
                 self._give_up(self._why_waiting(number))
+
+    def _missed_by_one_that_left(self) -> str | None:
+        """Says so if a rank has taken its leave without having posted a batch that this one has."""
+        for rank in range(self.num_ranks):
+            if rank == self.rank or not self._page.has_closed(rank):
+                continue
+            number = self._page.word(self._page.pulled_offset(rank))
+            ticket = self._tickets.get(number % NUM_READY_WORDS)
+            if ticket is not None and ticket.number == number:
+                return f"rank {rank} has ended in order, before '{ticket.batch.name}'"
+        return None
 
     def _release(self) -> None:
         """Lets streams run to their end. If rows were still to come, what they compute means nothing."""
@@ -276,10 +292,10 @@ class IpcTransport(DeviceTransport):
         One that ends in order waits, for a while, until the others have copied what they need of its memory.
         """
         is_error = getattr(sys, "last_type", None) is not None
-        peers = [peer for peer in range(self.num_ranks) if peer != self.rank]
         end_s = time.monotonic() + self._timeout_s
         while not is_error and self._page.failure is None and time.monotonic() < end_s:
-            if all(self._page.word(self._page.pulled_offset(peer)) >= self._num_posts for peer in peers):
+            num_pulled = [self._page.word(self._page.pulled_offset(rank)) for rank in range(self.num_ranks)]
+            if min(num_pulled) >= self._num_posts:
                 self._page.mark_closed()
                 break
             time.sleep(1e-3)

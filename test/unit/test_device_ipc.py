@@ -81,18 +81,20 @@ def test_bytes_arrive_and_are_counted(pair: Pair) -> None:
 def test_a_word_is_written_after_the_bytes(pair: Pair) -> None:
     word = pair.world.new_memory(4)
     ctypes.c_uint32.from_address(word).value = 0
-    pair.transports[0].post(batch(0), pair.streams[0], word=(word, 7))
+    pair.transports[0].post(batch(0), pair.streams[0], word=(word, 3, 7))
     pair.transports[1].post(batch(1), pair.streams[1])
-    while ctypes.c_uint32.from_address(word).value == 0:
+    seen: list[int] = []
+    while 7 not in seen:
         assert pair.world._step()
-    assert ctypes.c_uint32.from_address(word).value == 7
+        seen.append(ctypes.c_uint32.from_address(word).value)
+    assert list(dict.fromkeys(seen)) == [0, 3, 7]
     assert (view(pair.addresses[0], (1024,), np.uint8)[768:] == 1).all()
 
 
 def test_ready_means_every_batch_at_every_sender(pair: Pair) -> None:
     word = pair.world.new_memory(4)
     batches = [[batch(rank, name=f"rows {at}") for at in range(2)] for rank in range(2)]
-    tickets = [pair.transports[0].post(one, pair.streams[0], word=(word, 1)) for one in batches[0]]
+    tickets = [pair.transports[0].post(one, pair.streams[0], word=(word, 0, 1)) for one in batches[0]]
     pair.transports[0].wait_ready(tickets, pair.streams[0])
     for one in batches[1]:
         pair.world.run_until_stuck()
@@ -150,7 +152,7 @@ def test_a_transport_without_words_says_so() -> None:
         pass
 
     with pytest.raises(TransportError, match="Silent cannot write device words"):
-        Silent(0, 2).post(Batch("rows"), 1, word=(0, 1))
+        Silent(0, 2).post(Batch("rows"), 1, word=(0, 0, 1))
 
 
 def test_ranks_that_share_a_gpu_cannot_let_a_kernel_wait() -> None:
@@ -271,6 +273,20 @@ def test_a_rank_that_ends_waits_until_its_rows_are_copied() -> None:
     ended = run_program(LEAVES)
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.split("\n")) == ["", "copied", "left after 0.5 s True"]
+
+
+def test_a_rank_that_left_in_order_is_missed_by_what_comes_later(pair: Pair) -> None:
+    """At once, by name; and not before."""
+    for rank, transport in enumerate(pair.transports):
+        transport.post(batch(rank), pair.streams[rank])
+    pair.world.run()
+    pair.transports[1]._leave()
+    time.sleep(0.1)
+    pair.transports[0].check()
+    pair.transports[0].post(batch(0, name="K/V rows stage 2"), pair.streams[0])
+    pair.world.run(timeout_s=5.0)
+    with pytest.raises(TransportError, match="^rank 0 of 2: rank 1 has ended in order, before 'K/V rows stage 2'$"):
+        pair.transports[0].check()
 
 
 def test_work_before_a_batch_may_take_longer_than_the_timeout() -> None:
