@@ -200,8 +200,6 @@ class DeviceAttention:
         bound = self._bind(prepared, heads)
         slot = self._fill_own(bound, k, v, stream)
         ready = self._ready_rows(work, slot)
-        if ready is not None:
-            self.device.write_word(stream, ready.word, work.num_own)
         tickets = self._post_gather(bound, slot, range(len(work.gather)), stream, ready)
         if work.num_own == 0:
             return
@@ -225,8 +223,9 @@ class DeviceAttention:
         """The forward mode that serves this work."""
         can_write = self.transport is not None and self.transport.raises_words
         mode = self._forward_mode or ("steps" if work.is_ring or not can_write else "rows")
-        is_relayed = any(batch.hop for batch in work.gather)  # the same on every rank
-        return "whole" if mode == "rows" and (not can_write or is_relayed or not work.is_overlapped) else mode
+        # The same on every rank. Without relays each stage is one batch, and its word counts.
+        can_wait = can_write and work.is_overlapped and work.gather and not any(batch.hop for batch in work.gather)
+        return "whole" if mode == "rows" and not can_wait else mode
 
     def _has_forward_steps(self, work: DeviceWork) -> bool:
         return len(work.fwd_calls) > 1 and self.mode_of(work) == "steps"
@@ -310,7 +309,8 @@ class DeviceAttention:
         # A rank without own rows computes zeros: it may have to pass on sums of others.
         num_calls = sum(params is not None for params in bound.backward[slot])
         dq_parts = self._scratch_parts("dq", num_calls if num_calls > 1 else 0, dq.num_elems * ELEM_BYTES)
-        side = self._side if self._side is not None else stream
+        # Behind a single call there is nothing that sums and messages would hold up.
+        side = self._side if self._side is not None and num_calls > 1 else stream
         streams = [stream, *self._extra]
         self._fork(stream, [*self._extra, side])
         num_called, next_batch = 0, 0
@@ -425,8 +425,8 @@ class DeviceAttention:
         for at in order:
             batch = work.gather[at]
             after = tuple(tickets[earlier] for earlier in batch.after)
-            is_last = at + 1 == len(work.gather) or work.gather[at + 1].stage != batch.stage
-            word = (ready.word, work.stage_rows[batch.stage + 1]) if ready is not None and is_last else None
+            before, with_it = work.stage_rows[batch.stage : batch.stage + 2]
+            word = None if ready is None else (ready.word, before, with_it)
             tickets[at] = self.transport.post(bound.gather[slot][at], stream, after, word)
         self._slot_tickets[slot] = list(tickets.values())
         return tickets

@@ -92,7 +92,7 @@ class NcclTransport(DeviceTransport):
         self._slices = {}
         return {name: buffer.data_ptr() for name, buffer in self._buffers.items()}
 
-    def _post(self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int] | None) -> None:
+    def _post(self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int, int] | None) -> None:
         batch, side = ticket.batch, self._stream.cuda_stream
         self._device.event_record(self._start_event, stream)
         self._device.event_wait(self._start_event, side)

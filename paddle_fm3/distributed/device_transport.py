@@ -110,14 +110,15 @@ class DeviceTransport:
         return addresses
 
     def post(
-        self, batch: Batch, stream: int, after: tuple[Ticket, ...] = (), word: tuple[int, int] | None = None
+        self, batch: Batch, stream: int, after: tuple[Ticket, ...] = (), word: tuple[int, int, int] | None = None
     ) -> Ticket:
         """Enqueues a batch. Every rank posts the same batches, with or without pieces, in the same order.
 
         Args:
             stream: what is enqueued on it so far writes the sends, and is the last to touch the recvs' memory.
             after: tickets whose recvs this batch sends on.
-            word: (address, value) to write once the recvs are in; only if `raises_words`.
+            word: (address, before, after): values to write before anything moves, and once the recvs are in. Work that
+                follows `wait_ready` sees one of them. Only if `raises_words`.
 
         Raises:
             TransportError: misuse, or a failure known by now.
@@ -156,10 +157,10 @@ class DeviceTransport:
         words, is ready at its senders: from then on copies alone are waited for, not what a peer's streams do. A kernel
         that holds the GPU until its rows are in could otherwise wait for a peer that waits, in another collective, for
         a kernel that finds no room on this GPU."""
-        receiving = [ticket for ticket in tickets if ticket.batch.recvs]
-        for ticket in receiving:
+        posted = list(tickets)
+        for ticket in posted:
             self._check_ticket(ticket, "wait_ready")
-        self._wait_ready(receiving, stream)
+        self._wait_ready(posted, stream)
 
     def check(self) -> None:
         """Raises TransportError if a failure is known. Looks at host memory only."""
@@ -176,7 +177,7 @@ class DeviceTransport:
     def _register(self, sizes: dict[str, int]) -> dict[str, int]:
         raise NotImplementedError
 
-    def _post(self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int] | None) -> None:
+    def _post(self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int, int] | None) -> None:
         raise NotImplementedError
 
     def _wait(self, ticket: Ticket, stream: int) -> None:

@@ -228,9 +228,9 @@ class NoTransfers(DeviceTransport):
     def _register(self, sizes: dict[str, int]) -> dict[str, int]:
         return {name: self._device.malloc(num_bytes) for name, num_bytes in sizes.items()}
 
-    def _post(self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int] | None) -> None:
+    def _post(self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int, int] | None) -> None:
         if word is not None:
-            self._device.write_word(stream, *word)
+            self._device.write_word(stream, word[0], word[2])
 
     def _wait(self, ticket: Ticket, stream: int) -> None:
         pass
