@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The port of a gloo group's store: free, and outside the range from which connections take theirs."""
+"""The store of a gloo group: its port, and how it ends; and which groups are groups."""
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import struct
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -37,3 +42,43 @@ def test_a_group_of_one_process_is_no_context_parallelism() -> None:
     assert groups.resolve_group(Group(-1, 10, [0])) is None
     with pytest.raises(ValueError, match=r"rank 0 is not a member of group 10 with ranks \[1\]"):
         groups.resolve_group(Group(-1, 10, [1]))
+
+
+ENDING = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(libc.pause, None, None)  # registered first, so run last, when all static objects are gone
+from paddle_fm3.distributed import groups
+class Parent:
+    def set(self, key, value):
+        self.value = value
+parent = Parent()
+store = groups._make_group_store(parent, 0, 1, 7)
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # never destroyed, as those that a process group holds
+print("address", parent.value.decode(), flush=True)
+"""
+PAUSE = "34 "  # the number of this system call on x86-64
+
+
+def test_a_rank_that_ends_does_not_abort_one_that_is_ending() -> None:
+    """Callers leave the store of a process that is past its static destructors, by a close and by a reset."""
+    with subprocess.Popen(
+        [sys.executable, "-c", ENDING], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            host, port = next(line.split()[1] for line in process.stdout if line.startswith("address ")).split(":")
+            callers = [socket.create_connection((host, int(port)), 5) for _ in range(2)]
+            deadline_s = time.monotonic() + 20
+            with contextlib.suppress(PermissionError):  # then it has all of that time
+                while not Path(f"/proc/{process.pid}/syscall").read_text().startswith(PAUSE):
+                    assert time.monotonic() < deadline_s, "the process does not end"
+                    time.sleep(0.02)
+                deadline_s = time.monotonic()
+            time.sleep(max(0.0, deadline_s - time.monotonic()))
+            callers[1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            for caller in callers:
+                caller.close()
+                with pytest.raises(subprocess.TimeoutExpired):
+                    process.wait(0.5)
+        finally:
+            process.kill()
