@@ -247,7 +247,7 @@ class Communicator:
         store = collective._default_store
         key = self._announce_key(number, self.rank)
         # Threads of their own, here and below: asking the store of a dead host would block for minutes.
-        threading.Thread(target=lambda: store.add(key, 1), daemon=True).start()
+        threading.Thread(target=lambda: _asked(store, key, 1), daemon=True).start()
 
     def _announce_key(self, number: int, rank: int) -> str:
         return f"paddle_fm3/waiting/{self.group.id}/{number}/{rank}"
@@ -262,12 +262,17 @@ class Communicator:
             store = collective._default_store
             time.sleep(ANNOUNCE_AFTER_S + 0.5)  # whoever arrived a moment ago still gets to announce itself
             missing.extend(
-                rank for rank in range(self.num_ranks) if store.add(self._announce_key(number, rank), 0) == 0
+                rank for rank in range(self.num_ranks) if _asked(store, self._announce_key(number, rank), 0) == 0
             )
             is_answered.set()
 
         threading.Thread(target=roll_call, daemon=True).start()
         return missing if is_answered.wait(ROLL_CALL_S) else None
+
+
+def _asked(store: Any, key: str, amount: int) -> int:
+    with groups.store_lock:
+        return store.add(key, amount)
 
 
 class _Job:

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,9 @@ from paddle.distributed import collective
 STORE_TIMEOUT_S = 300
 LOWEST_PORT = 10000
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+# NOTE: a process has one connection to the job's store, and Paddle does not guard it: of two threads that ask at once,
+# one takes the other's answer.
+store_lock = threading.Lock()
 _original_new_process_group: Any = None
 _group_stores: dict[int, Any] = {}  # group id -> its TCPStore, kept alive as long as the process
 
@@ -139,9 +143,11 @@ def _make_group_store(parent_store: Any, rank: int, world_size: int, group_id: i
         host = os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").split(":")[0]
         port = _free_port()
         # NOTE: published before the store is built, because building it blocks until all members connect.
-        parent_store.set(key, f"{host}:{port}".encode())
+        with store_lock:
+            parent_store.set(key, f"{host}:{port}".encode())
     else:
-        host, port_text = bytes(parent_store.get(key)).decode().split(":")
+        with store_lock:
+            host, port_text = bytes(parent_store.get(key)).decode().split(":")
         port = int(port_text)
     store = core.TCPStore(host, port, rank == 0, world_size, STORE_TIMEOUT_S)
     if rank == 0:

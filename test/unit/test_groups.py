@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from paddle.distributed.communication.group import Group
 
-from paddle_fm3.distributed import groups
+from paddle_fm3.distributed import comm, groups
 
 
 def test_port_is_below_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ ENDING = """
 import ctypes
 libc = ctypes.CDLL(None)
 libc.__cxa_atexit(libc.pause, None, None)  # registered first, so run last, when all static objects are gone
-from paddle_fm3.distributed import groups
+from paddle_fm3.distributed import comm, groups
 class Parent:
     def set(self, key, value):
         self.value = value
@@ -82,3 +82,38 @@ def test_a_rank_that_ends_does_not_abort_one_that_is_ending() -> None:
                     process.wait(0.5)
         finally:
             process.kill()
+
+
+def test_one_thread_at_a_time_asks_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits announces itself from a thread of its own, which may come late: at the next group's making."""
+
+    class Store:
+        busy: list[str] = []  # noqa: RUF012
+        overlaps: list[str] = []  # noqa: RUF012
+
+        def ask(self, what: str, answer: object) -> object:
+            self.overlaps += [f"{what} during {other}" for other in self.busy]
+            self.busy.append(what)
+            time.sleep(0.1)
+            self.busy.remove(what)
+            return answer
+
+        def add(self, key: str, amount: int) -> object:
+            return self.ask("add", amount)
+
+        def set(self, key: str, value: bytes) -> object:
+            return self.ask("set", None)
+
+        def get(self, key: str) -> object:
+            return self.ask("get", b"127.0.0.1:1")
+
+    store = Store()
+    monkeypatch.setattr(comm.collective, "_default_store", store)
+    monkeypatch.setattr(groups.core, "TCPStore", lambda *_: None)
+    monkeypatch.setattr(groups, "_see_callers_leave", lambda *_: None)
+    communicator = comm.Communicator(Group(0, 4321, [0, 1]), 1.0)
+    for rank in (0, 1):
+        communicator._announce(1)
+        time.sleep(0.02)
+        groups._make_group_store(store, rank, 2, 5)
+    assert not store.overlaps, store.overlaps
