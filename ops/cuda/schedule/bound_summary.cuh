@@ -98,10 +98,8 @@ FM3_HOST_DEVICE Verdict judge(const BoundSummary<kForm>& summary, const MaskView
       return larger(q_begin, begin) < smaller(q_end, end);
     };
     is_hidden = !meets(begin_low, end_high);
-    is_seen = meets(begin_high, end_low);
-    if (!kIsHull) {
-      is_seen = is_seen || meets(begin_high, end_high) || meets(begin_of_some, end_low);
-    }
+    is_seen = kIsHull ? meets(begin_high, end_low)
+                      : meets(begin_high, end_high) || meets(begin_of_some, end_low);
     is_full = begin_high <= q_begin && end_low >= q_end;
     is_touched = begin_touch > q_begin || (kIsHull ? end_high : end_low) < q_end;
   } else {

@@ -143,15 +143,13 @@ FM3_HOST_DEVICE HiddenRows hidden_rows(const MaskView& mask, const int32_t* list
           {0, mask.is_causal ? causal_end(k_idx, mask.s_q, mask.s_k) : 0}};
 }
 
-// True iff the union of the three covers every row of [q_begin, q_end).
+// True iff the union of the three covers every row of [q_begin, q_end). The causal rule's begins at
+// row 0; the other two can follow each other in either order.
 FM3_HOST_DEVICE bool covers(const HiddenRows& rows, int32_t q_begin, int32_t q_end) {
-  int32_t reached = q_begin;  // everything in [q_begin, reached) is covered
-#pragma unroll
-  for (int round = 0; round < 3; ++round) {
-    if (rows.causal.begin <= reached && reached < rows.causal.end) reached = rows.causal.end;
-    if (rows.lt.begin <= reached && reached < rows.lt.end) reached = rows.lt.end;
-    if (rows.ut.begin <= reached && reached < rows.ut.end) reached = rows.ut.end;
-  }
+  int32_t reached = larger(q_begin, rows.causal.end);  // [q_begin, reached) is covered
+  if (rows.lt.begin <= reached && reached < rows.lt.end) reached = rows.lt.end;
+  if (rows.ut.begin <= reached && reached < rows.ut.end) reached = rows.ut.end;
+  if (rows.lt.begin <= reached && reached < rows.lt.end) reached = rows.lt.end;
   return reached >= q_end;
 }
 

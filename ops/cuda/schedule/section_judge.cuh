@@ -93,7 +93,6 @@ class SectionJudge {
         } else if (!is_hidden) {
 #pragma unroll
           for (int32_t tile = 0; tile < kTilesPerCta; ++tile) {
-            if (tile >= num_tiles_) continue;
             const Verdict verdict =
                 judge<kForm, true>(summary, mask_, k_begin, k_end, row_begin(tile), row_end(tile));
             is_open = is_open || !verdict.is_known();
@@ -144,32 +143,29 @@ class SectionJudge {
       const int32_t granule = hull_begin * kGranulesPerHull + own;
       const int32_t k_begin = granule * kGranuleCols;
       const int32_t k_end = min(k_begin + kGranuleCols, mask_.s_k);
-      uint32_t visible = 0, full = 0;  // bit: tile
+      uint32_t visible = 0, full = 0;  // as in shared memory
       bool is_open = false;
       if (is_hull && k_begin < k_end) {
+        const uint32_t bit = 1u << lane % kGranulesPerHull;
 #pragma unroll
         for (int32_t tile = 0; tile < kTilesPerCta; ++tile) {
-          if (tile >= num_tiles_) continue;
           const Verdict verdict =
               judge<kForm, false>(summary, mask_, k_begin, k_end, row_begin(tile), row_end(tile));
           is_open = is_open || !verdict.is_known();
-          visible |= (verdict.is_visible ? 1u : 0u) << tile;
-          full |= (verdict.is_full ? 1u : 0u) << tile;
+          if (verdict.is_visible) visible |= bit << tile * kTileBits;
+          if (verdict.is_full) full |= bit << tile * kTileBits;
         }
       }
       if (kForm != BoundForm::kNone) append(smem_.granules, &smem_.num_granules, is_open, own);
       if (is_open) visible = full = 0;
       if (k_end - k_begin != kGranuleCols) full = 0;  // columns past s_k are never visible
-      uint32_t hull_visible = 0, hull_full = 0;
 #pragma unroll
-      for (int32_t tile = 0; tile < kTilesPerCta; ++tile) {
-        const uint32_t visible_bits = __ballot_sync(kWholeWarp, visible >> tile & 1);
-        const uint32_t full_bits = __ballot_sync(kWholeWarp, full >> tile & 1);
-        hull_visible |= (visible_bits >> lane & 0xFF) << tile * kTileBits;
-        hull_full |= (full_bits >> lane & 0xFF) << tile * kTileBits;
+      for (int32_t distance = 1; distance < kGranulesPerHull; distance *= 2) {
+        visible |= __shfl_xor_sync(kWholeWarp, visible, distance);
+        full |= __shfl_xor_sync(kWholeWarp, full, distance);
       }
       if (is_hull && lane % kGranulesPerHull == 0) {
-        smem_.visible[idx] = hull_visible, smem_.full[idx] = hull_full;
+        smem_.visible[idx] = visible, smem_.full[idx] = full;
       }
     }
   }
