@@ -84,6 +84,7 @@ class RowSoftmax {
     if (!__all_sync(0xFFFFFFFF, is_good)) return false;
     sum_[0] += step_sum[0];
     sum_[1] += step_sum[1];
+    factor_[0] = factor_[1] = 1.0f;  // not kept in registers from the step before
     return true;
   }
 

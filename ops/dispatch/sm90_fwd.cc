@@ -86,9 +86,10 @@ int64_t workspace_bytes(const FwdParams& params) {
          (params.schedule == nullptr ? schedule_bytes(params.mask) : 0);
 }
 
-// Query heads worked on side by side: as many as have their K and V in half of the 60 MB L2.
+// Query heads worked on side by side: as many as have their K and V in 8 MB, which stay in L2 beside
+// everything that streams through it.
 int32_t heads_per_group(const Shape& shape) {
-  constexpr int64_t kL2Bytes = 32 << 20;
+  constexpr int64_t kL2Bytes = 8 << 20;
   const int64_t kv_bytes = int64_t{shape.s_k} * (shape.d_qk + shape.d_v) * 2;
   const int64_t kv_heads =
       std::clamp<int64_t>(kL2Bytes / std::max<int64_t>(kv_bytes, 1), 1, shape.h_kv);

@@ -112,8 +112,8 @@ struct RingPos {
 // both: for masks where neighbouring tiles see nearly the same columns. Uniform over the grid.
 __device__ __forceinline__ bool use_pairs(const FwdArgs& args) {
   const ScheduleTotals totals = *args.schedule.totals;
-  // Columns times query tiles; pairs may visit 1/128 more.
-  return totals.pair_items * 2 * kPairItemCols * 128 <= totals.tile_items * kTileItemCols * 129;
+  // Columns times query tiles; pairs may visit 1/64 more.
+  return totals.pair_items * 2 * kPairItemCols * 64 <= totals.tile_items * kTileItemCols * 65;
 }
 
 __device__ __forceinline__ int32_t mask_head(const FwdArgs& args, int32_t h_idx) {

@@ -80,40 +80,39 @@ class Consumer {
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(acc_s);
       // NOTE: the waits for O stand behind branches that need the exponentials or their maxima. In
-      // the same basic block ptxas moves them up, ahead of the softmax, and nothing overlaps.
+      // the same basic block ptxas moves them up, ahead of the softmax, and nothing overlaps. All
+      // warps of the group must wait at the same instruction, so the branches that differ between
+      // warps join before it.
       constexpr int32_t kNotPlain = Config::kFirst | Config::kLast | Config::kPartial;
+      bool needs_rescale = false;
       if (!(next.flags & kNotPlain) && softmax.has_reference()) {
         prescale(acc_s);
-        if (softmax.exponentiate_as_is<T>(acc_s)) {
-          finish_pv<0>(acc_o);
-        } else {
-          finish_pv<1>(acc_o);
+        if (!softmax.exponentiate_as_is<T>(acc_s)) {
           compute_scores_again(acc_s);
           prescale(acc_s);
           softmax.exponentiate(acc_s);
-          softmax.rescale(acc_o);
+          needs_rescale = true;
         }
         release_k();
-        scale_o = 1;
       } else {
         release_k();
         finish_qk(next.flags, acc_s);
         const RowSoftmax finished = softmax;
         if (is_new_tile) softmax.start_tile();
         softmax.exponentiate(acc_s);
+        needs_rescale = softmax.any_needs_rescale();
         if (is_new_tile) {
           finish_pv<2>(acc_o);
           write_tile(step, finished, acc_o);
           scale_o = 0;
-        } else if (softmax.any_needs_rescale()) {
-          finish_pv<3>(acc_o);
-          softmax.rescale(acc_o);
-          scale_o = 1;
-        } else {
-          finish_pv<4>(acc_o);
-          scale_o = 1;
+          pack(acc_s, reg_p);
+          step = next;
+          continue;
         }
       }
+      finish_pv<0>(acc_o);
+      if (needs_rescale) softmax.rescale(acc_o);
+      scale_o = 1;
       pack(acc_s, reg_p);
       step = next;
     }
@@ -127,6 +126,12 @@ class Consumer {
   }
 
  private:
+  // What follows from it is computed where it is used, not kept in registers through the loop.
+  static __device__ __forceinline__ int opaque(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+  }
+
   __device__ __forceinline__ Step wait_step() {
     ptx::mbar_wait_warp(&smem_.k_full[k_pos_.slot], k_pos_.parity);
     return smem_.step[k_pos_.slot];
@@ -239,7 +244,7 @@ class Consumer {
     prescale(acc_s);
     if (flags & Config::kPartial) {
       ptx::mbar_wait_warp(&smem_.mask_full[mask_pos_.slot], mask_pos_.parity);
-      const int row = group_ * Config::kRowsPerGroup + warp_ * 16 + lane_ / 4;
+      const int row = group_ * Config::kRowsPerGroup + warp_ * 16 + opaque(lane_) / 4;
       const auto& bits = smem_.mask_bits[mask_pos_.slot];
 #pragma unroll
       for (int word = 0; word < Config::kMaskWords; ++word) {
@@ -273,7 +278,8 @@ class Consumer {
   // lanes fill one 32-byte sector. No shared memory, so nothing of the next tile waits for it.
   __device__ __forceinline__ void write_tile(const Step& step, const RowSoftmax& softmax,
                                              const float (&acc_o)[kRegsO]) {
-    const int32_t row = step.q_begin + group_ * Config::kRowsPerGroup + warp_ * 16 + lane_ / 4;
+    const int32_t row =
+        step.q_begin + group_ * Config::kRowsPerGroup + warp_ * 16 + opaque(lane_) / 4;
     const bool is_odd = lane_ & 1;
     bool is_bad = false;
     const int32_t col = (is_odd ? 8 : 0) + (lane_ & 2) * 2;
