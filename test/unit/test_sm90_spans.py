@@ -6,85 +6,29 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
+from schedule_support import TILE_Q, Lists, Spans, build, compile_library, mask_of, plain_spans, take_apart, unpack
 
 from paddle_fm3.testing.cases import RawMask, benchmark_case
 from paddle_fm3.testing.hostile_cases import HOSTILE_CASES
 from paddle_fm3.testing.native_call import NativeMask
 from paddle_fm3.testing.reference import visible_plane
 
-ROOT = Path(__file__).resolve().parents[2]
-TILE_Q = 128
 FORMS = [(True, 1), (True, 2), (False, 2), (False, 4)]
 FORM_IDS = ["c1", "c2", "nc2", "nc4"]
-Spans = list[tuple[int, int, bool]]  # (k_begin, count of items, is_full)
-
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    path = tmp_path_factory.mktemp("schedule") / "schedule.so"
-    # Fibers jump between stacks, which the checked longjmp refuses.
-    options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE"]
-    command = ["g++", *options, f"-I{ROOT}", f"-I{ROOT}/ops/include"]
-    subprocess.run([*command, str(ROOT / "test/cpp/sm90_schedule.cc"), "-o", str(path)], check=True)
-    library = ctypes.CDLL(str(path))
-    library.schedule_bytes.restype = ctypes.c_int64
-    return library
-
-
-@dataclass(frozen=True, eq=False)
-class Lists:
-    """Of single query tiles, or of pairs of them."""
-
-    order: np.ndarray  # int32 [b * h_mask, count, 2]: tile, number of spans
-    costs: np.ndarray  # int32 [b * h_mask, count, 2]: items, spans
-    spans: np.ndarray  # uint32 [b * h_mask, count, max_spans], packed
-
-
-def build(library: ctypes.CDLL, mask: NativeMask) -> tuple[list[int], list[Lists]]:
-    """Totals and lists of tiles and of pairs, as the kernels write them."""
-    view = mask.view
-    offsets = (ctypes.c_int64 * 8)()
-    library.schedule_offsets(ctypes.byref(view), offsets)
-    blob = np.full(library.schedule_bytes(ctypes.byref(view)) + 256, 0xA5, np.uint8)
-    blob = blob[-blob.ctypes.data % 256 :]
-    library.build_schedule(ctypes.byref(view), ctypes.c_void_p(blob.ctypes.data))
-
-    def part(offset: int, dtype: type, *shape: int) -> np.ndarray:
-        return blob[offset : offset + 4 * int(np.prod(shape))].view(dtype).reshape(shape)
-
-    num_tiles = -(-mask.s_q // TILE_Q)
-    lists = []
-    for idx, count in enumerate((num_tiles, -(-num_tiles // 2))):
-        order, costs, spans = offsets[1 + 3 * idx : 4 + 3 * idx]
-        shape = (mask.b * mask.h_mask, count)
-        lists.append(Lists(part(order, np.int32, *shape, 2), part(costs, np.int32, *shape, 2),
-                           part(spans, np.uint32, *shape, offsets[7])))  # fmt: skip
-    return [int(x) for x in part(offsets[0], np.uint32, 4)[::2]], lists
-
-
-def unpack(packed: np.ndarray) -> Spans:
-    return [(int(x >> 12) * 16, int(x >> 1 & 2047), bool(x & 1)) for x in packed]
-
-
-def plain_spans(library: ctypes.CDLL, mask: NativeMask, list_idx: int, entry: int, *, is_pair: bool) -> np.ndarray:
-    packed = np.empty(mask.s_k // library.item_cols(0) + 3, np.uint32)
-    view = mask.view
-    address = packed.ctypes.data_as(ctypes.c_void_p)
-    tile = 2 * entry if is_pair else entry
-    return packed[: library.plain_spans(ctypes.byref(view), list_idx, tile, int(is_pair), address, len(packed))]
+    return compile_library(tmp_path_factory.mktemp("schedule"))
 
 
 def check_build(library: ctypes.CDLL, mask: NativeMask, entries: list[int] | None = None) -> list[Lists]:
     """Compares the kernels' product with the plain lists (of `entries`, default: all)."""
-    totals, lists = build(library, mask)
+    totals, lists = take_apart(library, mask, build(library, mask))
     for is_pair, one in enumerate(lists):
         num_lists, count, max_spans = one.spans.shape
         for list_idx in range(num_lists):
@@ -140,11 +84,10 @@ CASES = [case for case in HOSTILE_CASES if case.s_q > 0 and case.s_k > 0 and cas
 def test_hostile_masks(library: ctypes.CDLL, case) -> None:
     raw = case.build_mask()
     if raw.startend_row_indices is None:
-        mask = NativeMask.without_bounds(raw.causal, 1, case.s_q, case.s_k)
-        visible = visible_plane(None, raw.causal, case.s_q, case.s_k)[None]
+        visible = np.repeat(visible_plane(None, raw.causal, case.s_q, case.s_k)[None], case.b, axis=0)
     else:
-        mask = NativeMask.from_bounds(raw.startend_row_indices, raw.causal, case.s_q, raw.block_mask)
         visible = planes(raw, case.s_q, case.s_k)
+    mask = mask_of(case)
     for is_pair, one in enumerate(check_build(library, mask)):
         rows = TILE_Q * (1 + is_pair)
         for (list_idx, entry), num_spans in np.ndenumerate(one.costs[:, :, 1]):
@@ -182,8 +125,7 @@ def test_random_masks(library: ctypes.CDLL, form: tuple[bool, int]) -> None:
 @pytest.mark.parametrize("kind", ["causal_document", "global_window", "qk_sparse", "random_eviction"])
 def test_long_masks(library: ctypes.CDLL, kind: str) -> None:
     """Some tiles of a 128K mask: all 32 lanes of a warp have a stretch of a list."""
-    raw = benchmark_case(f"128k_{kind}").build_mask()
-    mask = NativeMask.from_bounds(raw.startend_row_indices, raw.causal, 131072, None)
+    mask = mask_of(benchmark_case(f"128k_{kind}"))
     check_build(library, mask, [0, 1, 63, 200, 511, 512, 777, 1022, 1023])
 
 

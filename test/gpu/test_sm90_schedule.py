@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules that a GPU prepared against those of the same kernels run on the host thread by thread, which
+test/unit/test_sm90_spans.py compares with dense masks."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from gpu_support import needs_sm90  # noqa: E402
+from schedule_support import build, compile_library, mask_of, take_apart  # noqa: E402
+
+from paddle_fm3 import _native  # noqa: E402
+from paddle_fm3.testing.cases import AttentionCase, benchmark_case  # noqa: E402
+from paddle_fm3.testing.gpu_call import GpuMask, Sm90  # noqa: E402
+from paddle_fm3.testing.hostile_cases import HOSTILE_CASES  # noqa: E402
+
+pytestmark = [*needs_sm90, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
+CASES = [
+    *(case for case in HOSTILE_CASES if case.s_q > 0 and case.s_k > 0 and case.b > 0),
+    *(benchmark_case(f"128k_{kind}") for kind in ("causal_document", "global_window", "random_eviction")),
+]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return compile_library(tmp_path_factory.mktemp("schedule"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_device_and_host_make_the_same_lists(library: ctypes.CDLL, case: AttentionCase) -> None:
+    mask = mask_of(case)
+    on_host = take_apart(library, mask, build(library, mask))
+    sm90, gpu_mask = Sm90(_native.sm90_library()), GpuMask.of(case)
+    schedule = sm90.build_schedule(gpu_mask)
+    for _ in range(3):  # nothing may rely on what the schedule holds
+        schedule.fill_(0xA5)
+        sm90.fill_schedule(gpu_mask, schedule)
+        assert_same(on_host, take_apart(library, mask, schedule.cpu().numpy()))
+
+
+def assert_same(wanted: tuple, found: tuple) -> None:
+    assert wanted[0] == found[0], "totals"
+    for one, other in zip(wanted[1], found[1], strict=True):
+        np.testing.assert_array_equal(one.costs, other.costs)
+        np.testing.assert_array_equal(one.order, other.order)
+        is_written = np.arange(one.spans.shape[2]) <= one.costs[:, :, 1:]  # spans and the end
+        np.testing.assert_array_equal(one.spans[is_written], other.spans[is_written])

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prepared schedules of the Hopper kernels, taken apart: as a GPU wrote them, as the same kernels write them on the
+host thread by thread, and the lists alone as made one granule after the other."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from paddle_fm3.testing.cases import AttentionCase
+from paddle_fm3.testing.native_call import NativeMask
+
+ROOT = Path(__file__).resolve().parents[2]
+TILE_Q = 128
+Spans = list[tuple[int, int, bool]]  # (k_begin, count of items, is_full)
+
+
+def compile_library(folder: Path) -> ctypes.CDLL:
+    """test/cpp/sm90_schedule.cc as a library in `folder`."""
+    path = folder / "schedule.so"
+    # Fibers jump between stacks, which the checked longjmp refuses.
+    options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE"]
+    command = ["g++", *options, f"-I{ROOT}", f"-I{ROOT}/ops/include"]
+    subprocess.run([*command, str(ROOT / "test/cpp/sm90_schedule.cc"), "-o", str(path)], check=True)
+    library = ctypes.CDLL(str(path))
+    library.schedule_bytes.restype = ctypes.c_int64
+    return library
+
+
+def mask_of(case: AttentionCase) -> NativeMask:
+    raw = case.build_mask()
+    if raw.startend_row_indices is None:
+        return NativeMask.without_bounds(raw.causal, case.b, case.s_q, case.s_k)
+    return NativeMask.from_bounds(raw.startend_row_indices, raw.causal, case.s_q, raw.block_mask)
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """Of single query tiles, or of pairs of them."""
+
+    order: np.ndarray  # int32 [b * h_mask, count, 2]: tile, number of spans
+    costs: np.ndarray  # int32 [b * h_mask, count, 2]: items, spans
+    spans: np.ndarray  # uint32 [b * h_mask, count, max_spans], packed
+
+
+def build(library: ctypes.CDLL, mask: NativeMask) -> np.ndarray:
+    """A schedule's bytes, by the kernels on the host."""
+    view = mask.view
+    num_bytes = library.schedule_bytes(ctypes.byref(view))
+    blob = np.full(num_bytes + 256, 0xA5, np.uint8)
+    blob = blob[-blob.ctypes.data % 256 :][:num_bytes]
+    library.build_schedule(ctypes.byref(view), ctypes.c_void_p(blob.ctypes.data))
+    return blob
+
+
+def take_apart(library: ctypes.CDLL, mask: NativeMask, blob: np.ndarray) -> tuple[list[int], list[Lists]]:
+    """Totals, and lists of tiles and of pairs, in a schedule's bytes."""
+    view = mask.view
+    offsets = (ctypes.c_int64 * 8)()
+    library.schedule_offsets(ctypes.byref(view), offsets)
+
+    def part(offset: int, dtype: type, *shape: int) -> np.ndarray:
+        return blob[offset : offset + 4 * int(np.prod(shape))].view(dtype).reshape(shape)
+
+    num_tiles = -(-mask.s_q // TILE_Q)
+    lists = []
+    for idx, count in enumerate((num_tiles, -(-num_tiles // 2))):
+        order, costs, spans = offsets[1 + 3 * idx : 4 + 3 * idx]
+        shape = (mask.b * mask.h_mask, count)
+        lists.append(Lists(part(order, np.int32, *shape, 2), part(costs, np.int32, *shape, 2),
+                           part(spans, np.uint32, *shape, offsets[7])))  # fmt: skip
+    return [int(x) for x in part(offsets[0], np.uint32, 4)[::2]], lists
+
+
+def unpack(packed: np.ndarray) -> Spans:
+    return [(int(x >> 12) * 16, int(x >> 1 & 2047), bool(x & 1)) for x in packed]
+
+
+def plain_spans(library: ctypes.CDLL, mask: NativeMask, list_idx: int, entry: int, *, is_pair: bool) -> np.ndarray:
+    packed = np.empty(mask.s_k // library.item_cols(0) + 3, np.uint32)
+    view = mask.view
+    address = packed.ctypes.data_as(ctypes.c_void_p)
+    tile = 2 * entry if is_pair else entry
+    return packed[: library.plain_spans(ctypes.byref(view), list_idx, tile, int(is_pair), address, len(packed))]
