@@ -54,7 +54,7 @@ Call = Callable[[], Any]
 def run(bench: str, options: BenchOptions) -> Iterator[Record]:
     """Records of bench "attention" (phases "fwd", "bwd", "total") or "schedule".
 
-    An implementation that has no such mask, or is not installed, has no line.
+    A case may name its implementations: "8k_full:fm3,fa4". One that has no such mask, or is not installed, has no line.
 
     Raises:
         ValueError: another bench was asked for.
@@ -68,12 +68,13 @@ def run(bench: str, options: BenchOptions) -> Iterator[Record]:
         return
     matmul_tflops = measure_matmul()
     with PowerLog() as power:
-        for name in options.cases or CASES:
+        for text in options.cases or CASES:
+            name, _, own_impls = text.partition(":")
+            impls = tuple(own_impls.split(",")) if own_impls else options.impls or IMPLS
             for dtype in options.dtypes or ("bfloat16",):
                 yield from run_case(
-                    identity, name, dtype, options.impls or IMPLS, matmul_tflops=matmul_tflops,
-                    repeats=options.repeats, power=power,
-                )  # fmt: skip
+                    identity, name, dtype, impls, matmul_tflops=matmul_tflops, repeats=options.repeats, power=power
+                )
 
 
 def run_case(
@@ -162,8 +163,7 @@ def _both(attention: Attention) -> None:
 
 
 def heat(call: Call, seconds: float) -> float:
-    """Calls for about `seconds`; returns how long one call takes, in seconds."""
-    call()
+    """Calls for about `seconds`, at least once; returns how long one call took, in seconds."""
     torch.cuda.synchronize()
     begin, num_calls = time.perf_counter(), 0
     while num_calls == 0 or time.perf_counter() < begin + seconds:
