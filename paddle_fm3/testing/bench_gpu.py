@@ -67,7 +67,7 @@ def run(bench: str, options: BenchOptions) -> Iterator[Record]:
             yield schedule_record(identity, benchmark_case(name), sm90_library())
         return
     matmul_tflops = measure_matmul()
-    with PowerLog() as power:
+    with PowerLog(str(torch.cuda.get_device_properties(0).uuid)) as power:
         for text in options.cases or CASES:
             name, _, own_impls = text.partition(":")
             impls = tuple(own_impls.split(",")) if own_impls else options.impls or IMPLS

@@ -23,9 +23,13 @@ class _FieldValue(ctypes.Structure):
 
 
 class PowerLog:
-    """Samples one GPU in a thread while the context is open; without NVML it has no samples."""
+    """Samples one GPU in a thread while the context is open; without NVML it has no samples.
 
-    def __init__(self, device_idx: int = 0) -> None:
+    Args:
+        uuid: of the GPU, as torch's device properties have it: indices of CUDA and NVML need not agree.
+    """
+
+    def __init__(self, uuid: str) -> None:
         self._samples: list[tuple[float, int, float]] = []  # (time.perf_counter(), MHz, watts)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -35,7 +39,8 @@ class PowerLog:
         except OSError:
             self._nvml = None
             return
-        if self._nvml.nvmlInit_v2() or self._nvml.nvmlDeviceGetHandleByIndex_v2(device_idx, ctypes.byref(self._device)):
+        name = f"GPU-{uuid.removeprefix('GPU-')}".encode()
+        if self._nvml.nvmlInit_v2() or self._nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(self._device)):
             self._nvml = None
 
     def __enter__(self) -> PowerLog:

@@ -17,8 +17,8 @@ class FakeNvml:
     def nvmlInit_v2(self) -> int:  # noqa: N802
         return 0
 
-    def nvmlDeviceGetHandleByIndex_v2(self, device_idx: int, device: object) -> int:  # noqa: N802
-        return 0
+    def nvmlDeviceGetHandleByUUID(self, name: bytes, device: object) -> int:  # noqa: N802
+        return 0 if name == b"GPU-12-34" else 6
 
     def nvmlDeviceGetClockInfo(self, device: object, kind: int, clock: object) -> int:  # noqa: N802
         clock._obj.value = 1500
@@ -36,7 +36,7 @@ def test_without_nvml_there_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(ctypes, "CDLL", fail)
     begin = time.perf_counter()
-    with PowerLog() as log:
+    with PowerLog("12-34") as log:
         time.sleep(0.03)
     assert log.between(begin, time.perf_counter()) is None
 
@@ -44,9 +44,12 @@ def test_without_nvml_there_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> N
 def test_only_samples_of_the_interval_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: FakeNvml())
     begin = time.perf_counter()
-    with PowerLog() as log:
+    with PowerLog("12-34") as log:
         while log.between(begin, time.perf_counter()) is None:
             assert time.perf_counter() < begin + 10
             time.sleep(0.01)
     assert log.between(begin, time.perf_counter()) == (1500, 690.0)
     assert log.between(begin - 2, begin - 1) is None
+    with PowerLog("56-78") as log:  # NVML knows no such GPU
+        time.sleep(0.03)
+    assert log.between(begin, time.perf_counter()) is None
