@@ -16,13 +16,16 @@ struct alignas(16) TileInfo {
   int32_t b_idx, h_kv_idx, k_tile_idx;
   int32_t num_steps;           // < 0: no more work
   int32_t h_q_begin, h_q_end;  // query heads of the item
-  int32_t heads_inside;        // all heads of a row tile come before the next row tile
+  uint32_t flags;              // kItemHeadsInside, kItemInOrder
   // The ring slot: its first row of tiles less h_q_begin, so that h_q_idx can be added; the head's part that
   // had it before (< 0: none) and how many of its sums must be converted.
   int32_t ring_row, ring_before, ring_before_sums;
   // Where the parts of a group sum up dK and dV (< 0: the item is no part), and its count when that is free.
   int32_t kv_sum_idx, kv_counts_before;
 };
+
+// All heads of a row tile come before the next row tile. Parts of a dQ sum are added in a fixed order.
+constexpr uint32_t kItemHeadsInside = 1, kItemInOrder = 2;
 
 struct KernelArgs {
   // (d, s, h, b), boxes of 64 columns, 128-byte swizzle; of dk and dv 64 rows.
@@ -37,6 +40,7 @@ struct KernelArgs {
   int32_t max_items;     // room in `items`
   int32_t kv_sum_heads;  // (batch, kv head)s that kv_sums has room for
   int32_t is_deterministic;
+  int32_t has_turns;  // room in `turns`
   float softmax_scale;
   sm90::ColumnHull* hulls;  // [b, h_mask, num_hulls]
   int4* bounds;             // [b, h_mask, num_hulls * kHullK] rows hidden from a key: [x, y) and
@@ -50,11 +54,14 @@ struct KernelArgs {
   int32_t* walks;      // [b, h_mask] of type Walk
   WorkPlan* plan;      // of all lists; the first one's visits decide
   TileInfo* items;     // [at most b * h_q * num_k_tiles] in the order of work
-  uint16_t* turns;     // [b, h_mask, num_k_tiles, num_q_tiles]; deterministic only
+  uint16_t* turns;     // [b, h_mask, num_k_tiles, num_q_tiles]; where sums are added in order
   float* lse_log2;     // [b, h_q, num_q_tiles * kBlockQ]; +inf in a hidden row
   float* minus_delta;  // likewise, dlse - sum(dO * O)
   // All zero at first:
   int32_t* next_work;
+  int32_t *next_finished, *next_conversion;  // places in `finished`: to fill, to convert
+  int32_t*
+      finished;  // [b * h_q * num_q_tiles * dq_parts] complete sums, 1 + their index, as they come
   int32_t* visits;       // [b, h_mask, num_q_tiles] visiting key tiles
   int32_t* shared_rows;  // [b, h_mask] row tiles with more than one visitor
   int32_t* head_done;    // [b * h_q / part_heads] shared row tiles converted

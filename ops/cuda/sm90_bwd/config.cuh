@@ -9,9 +9,10 @@
 // in place, and a thread needs the mask bounds of two keys only.
 //
 // dQ: the fp32 sum lives in a ring of a few heads that stays in L2, is never cleared by a pass of its
-// own and never read back by one. A row tile knows how many key tiles visit it. The last to add its
-// part (found by an atomic count) converts the sum to the output and leaves zeros behind for the
-// ring's next head; a row tile with one visitor never touches the ring. See dq.cuh.
+// own and never read back by one. A row tile knows how many key tiles visit it. Who adds the last part
+// (found by an atomic count) lists the sum, and a converter warp of whichever CTA is next converts it to
+// the output and leaves zeros behind for the ring's next head; a row tile with one visitor never touches
+// the ring. See dq.cuh.
 #pragma once
 
 #include <cstdint>
@@ -25,11 +26,11 @@ using ptx::Barrier;
 using sm90::ColumnHull;
 
 constexpr int kNumInfo = 8;      // steps remembered; > C::kQStages + what the dQ writer may lag
-constexpr int kNumEvents = 8;    // finished dQ parts waiting for the converter warps
-constexpr int kBackBuffers = 3;  // pieces of a finished dQ sum on their way to a converter
+constexpr int kNumEvents = 8;    // added dQ parts waiting to be counted
+constexpr int kBackBuffers = 6;  // pieces of a finished dQ sum on their way to the converter
 constexpr int kNumConsumerWarps = 8;
-constexpr int kNumThreads = 384;  // warpgroup 0: loader, dQ writer, 2 converters; 1 and 2: products
-constexpr int kLoaderWarp = 0, kWriterWarp = 1, kConverterWarp = 2;
+constexpr int kNumThreads = 384;  // warpgroup 0: loader, writer, counter, converter; 1, 2: products
+constexpr int kLoaderWarp = 0, kWriterWarp = 1, kCounterWarp = 2;  // 3: converter
 // 128 * 24 + 256 * 240 = 64512 = 384 * 168, what the launch hands out.
 constexpr int kHelperRegs = 24, kConsumerRegs = 240;
 constexpr int kStepBarrier = 1;   // named barrier of the two consumer warpgroups
@@ -46,9 +47,10 @@ struct alignas(16) StepInfo {
 };
 constexpr uint32_t kStepPartial = 1, kStepBoundsSlot = 2;
 
-// A dQ part that has been added to the ring: the converter counts it and converts after the last.
+// A dQ part that has been added to the ring, to be counted, or the only part of its sum.
 struct DqEvent {
-  int32_t b_idx, h_q_idx, q_tile_idx, num_visits;  // num_visits == 0: no more events
+  int32_t b_idx, h_q_idx, q_tile_idx;
+  int32_t num_visits;  // < 0: counted, it is the last; 0: no more events
   int32_t ring_sum_idx, part_idx;
 };
 
@@ -115,13 +117,13 @@ struct Sizes {
 // dout_full[.]      1 + bytes       loader (TMA)      consumers             read dout, minus_delta, bounds
 // dout_empty[.]     8               consumers         loader                overwrite dout, minus_delta
 // dq_full           8 / parts       consumers         writer                read dq
-// dq_empty[part]    1               writer, converter consumers             overwrite dq with the next
+// dq_empty[part]    1               writer, counter   consumers             overwrite dq with the next
 // dq_back_full[.]   1 + bytes       converter (bulk)  that converter        read dq_back[.]
-// event_full[8]     1              writer            converter             read event[.]
-// event_empty[8]    1               converter         writer                overwrite event[.]
-// kStepBarrier      256             consumers         consumers             read both halves of ds; at a
-//                                                                           tile's end: overwrite it
-// kGroupBarrier + g 128             warpgroup g       warpgroup g           store what is in ds[g]
+// event_full[8]     1              writer            counter               read event[.]
+// event_empty[8]    1               counter           writer                overwrite event[.]
+// kStepBarrier      256             consumers         consumers             read both halves of ds; at a tile's
+//                                                                           end: stage gradients there, in dout, q
+// kGroupBarrier + g 128             warpgroup g       warpgroup g           store what it staged; overwrite it
 template <class C>
 struct alignas(1024) Smem {
   typename C::T kv[C::kBlockK * (C::kDim + C::kDimV)];  // panels of 64 columns; see KvPlaces
@@ -130,7 +132,7 @@ struct alignas(1024) Smem {
   typename C::T ds[C::kDsBuffers][C::kBlockK * kBlockQ];          // dS^T: a row is a key
   typename C::T p[C::kSplitsColumns ? C::kBlockK * kBlockQ : 8];  // P^T, if both warpgroups need it
   float dq[Sizes<C>::kPartFloats];                                // accumulator order, see dq.cuh
-  float dq_back[2][kBackBuffers][Sizes<C>::kPieceFloats];         // a converter's pieces of a sum
+  float dq_back[kBackBuffers][Sizes<C>::kPieceFloats];            // pieces of a finished sum
   int4 bounds[2][C::kBlockK];
   float lse_log2[C::kQStages][kBlockQ];
   float minus_delta[C::kDoutStages][kBlockQ];
@@ -141,7 +143,7 @@ struct alignas(1024) Smem {
   Barrier k_full, v_full, k_empty, v_empty;
   Barrier q_full[C::kQStages], q_empty[C::kQStages];
   Barrier dout_full[C::kDoutStages], dout_empty[C::kDoutStages];
-  Barrier dq_full, dq_empty[C::kDqParts], dq_back_full[2][kBackBuffers];
+  Barrier dq_full, dq_empty[C::kDqParts], dq_back_full[kBackBuffers];
   Barrier event_full[kNumEvents], event_empty[kNumEvents];
 };
 

@@ -117,18 +117,33 @@ __device__ __forceinline__ void store_gradient(const float (&acc)[N / 2], float 
   }
 }
 
+// threadIdx.x, read at this place: what is computed from it is not kept in registers from before.
+__device__ __forceinline__ uint32_t thread_here() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
+__device__ __forceinline__ void group_sync() {
+  ptx::named_barrier_sync(kGroupBarrier - 1 + thread_here() / 128, 128);
+}
+
 // Writes a warpgroup's [64, kDim] accumulator as two-byte elements to its rows of dK or dV: by way
-// of `staged` ([64, kDim], panels of 64 columns, swizzled) and TMA, which drops what lies outside.
-// The caller sees to it that `staged` is free; TMA reads it until the thread's bulk group is done.
+// of shared memory (panels of 64 columns, swizzled; `left` and `right` [64, 64] each) and TMA, which
+// drops what lies outside. The caller sees to it that both are free; TMA reads them until the bulk
+// groups of the warpgroup's first thread are done.
 template <class C, int kDim>
 __device__ __forceinline__ void store_gradient_tma(const float (&acc)[kDim / 2], float scale,
-                                                   typename C::T* staged, const CUtensorMap* map,
+                                                   typename C::T* left, typename C::T* right,
+                                                   const CUtensorMap* map,
                                                    const volatile TileInfo& tile,
                                                    int32_t group_idx) {
   using T = typename C::T;
-  const int32_t lane = threadIdx.x % 32;
-  const int32_t row = threadIdx.x % 128 / 32 * 16 + lane % 16;
-  const uint32_t address = ptx::smem_addr(staged) + row * 128 + ((lane >> 4) ^ (lane & 7)) * 16;
+  static_assert(kDim <= 128);
+  const uint32_t thread = thread_here();
+  const uint32_t lane = thread % 32;
+  const uint32_t row_bytes = (thread % 128 / 32 * 16 + lane % 16) * 128;
+  const uint32_t swizzled = ((lane >> 4) ^ (lane & 7)) * 16;
 #pragma unroll
   for (int pair = 0; pair < kDim / 16; ++pair) {
     uint32_t r[4];
@@ -136,17 +151,32 @@ __device__ __forceinline__ void store_gradient_tma(const float (&acc)[kDim / 2],
     for (int idx = 0; idx < 4; ++idx) {
       r[idx] = ptx::pack2<T>(acc[8 * pair + 2 * idx] * scale, acc[8 * pair + 2 * idx + 1] * scale);
     }
-    store_matrices((address ^ (pair % 4 * 32)) + pair / 4 * (64 * 128), r);
+    store_matrices(
+        ptx::smem_addr(pair < 4 ? left : right) + row_bytes + (swizzled ^ (pair % 4 * 32)), r);
   }
   ptx::fence_proxy_async();
-  ptx::named_barrier_sync(kGroupBarrier + group_idx, 128);
-  if (threadIdx.x % 128 == 0) {
-#pragma unroll
-    for (int panel = 0; panel < kDim / 64; ++panel) {
-      ptx::tma_store_4d(map, staged + panel * 64 * 64, panel * 64,
-                        tile.k_tile_idx * C::kBlockK + group_idx * 64, tile.h_kv_idx, tile.b_idx);
-    }
+  group_sync();
+  if (thread % 128 == 0) {
+    const int32_t k_idx = tile.k_tile_idx * C::kBlockK + group_idx * 64;
+    ptx::tma_store_4d(map, left, 0, k_idx, tile.h_kv_idx, tile.b_idx);
+    if constexpr (kDim > 64) ptx::tma_store_4d(map, right, 64, k_idx, tile.h_kv_idx, tile.b_idx);
     ptx::bulk_commit();
+  }
+}
+
+// Zeros to the warpgroup's 64 rows of dK or dV of a tile that no row sees.
+template <class T>
+__device__ __forceinline__ void store_zeros(const volatile TileInfo& tile, int32_t k_begin,
+                                            void* base, const Strides& stride, int32_t s_k,
+                                            int32_t d) {
+  T* const rows = static_cast<T*>(base) + tile.b_idx * stride.b + tile.h_kv_idx * stride.h;
+#pragma unroll 1
+  for (int32_t idx = threadIdx.x % 128; idx < 64 * (d / 8); idx += 128) {
+    const int32_t k_idx = k_begin + idx / (d / 8);
+    if (k_idx < s_k) {
+      *reinterpret_cast<uint4*>(rows + k_idx * stride.s + idx % (d / 8) * 8) =
+          make_uint4(0, 0, 0, 0);
+    }
   }
 }
 
@@ -232,8 +262,8 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
       smem_kv + column_bytes / 128 * (C::kBlockK * 128) + column_bytes % 128, C::kBlockK * 128);
   const uint64_t desc_q = ptx::wgmma_desc(ptx::smem_addr(smem.q[0]));
   const uint64_t desc_dout = ptx::wgmma_desc(ptx::smem_addr(smem.dout[0]));
-  const uint64_t desc_q_mn = ptx::wgmma_desc_mn(ptx::smem_addr(smem.q[0]), kBlockQ * 128);
-  const uint64_t desc_dout_mn = ptx::wgmma_desc_mn(ptx::smem_addr(smem.dout[0]), kBlockQ * 128);
+  // The same tiles with rows as depth: only the field of the panels' distance differs.
+  constexpr uint32_t kRowsAreDepth = ((kBlockQ * 128 >> 4) - 1) << 20;
   const uint64_t desc_ds = ptx::wgmma_desc_mn(ptx::smem_addr(smem.ds[0]), C::kBlockK * 128);
   const uint64_t desc_ds_own =
       ptx::wgmma_desc(ptx::smem_addr(smem.ds[0]) + group_idx * 64 * kBlockQ * 2);
@@ -250,16 +280,39 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
   uint32_t num_kv = 0;
   float acc_dk[C::kDim / 2], acc_dv[C::kDimV / 2];
 
+  // A tile's dV and dK leave by way of what its last steps need no more: half of each goes to a buffer of dS,
+  // the other halves where the last dO and Q were. These are released here, in the next tile, once TMA has
+  // read them: at a tile's end nothing waits for it.
+  const auto release_staged = [&]() __attribute__((always_inline)) {
+    if (warp != 0) return;
+    if (is_leader) ptx::bulk_wait_read<0>();
+    __syncwarp();
+    if (ptx::arrives(is_leader)) {
+      const uint32_t last = step_pos.count - 1;
+      ptx::mbar_arrive(&smem.dout_empty[last % C::kDoutStages]);
+      ptx::mbar_arrive(&smem.q_empty[last % C::kQStages]);
+    }
+  };
   for (;; ++tile_pos.count) {
     ptx::mbar_wait(&smem.tile_full[tile_pos.slot()], tile_pos.parity());
     const int32_t num_steps = smem.tile[tile_pos.slot()].num_steps;
     if (num_steps < 0) break;
 
-    // A tile that no row sees keeps these zeros, and nothing is loaded for it.
+    const TileInfo& tile = smem.tile[tile_pos.slot()];
+    if (num_steps == 0 && tile.kv_sum_idx < 0) {
+      const int32_t k_begin = tile.k_tile_idx * C::kBlockK + group_idx * 64;
+      store_zeros<T>(tile, k_begin, args.dv, args.stride_dv, args.shape.s_k, args.shape.d_v);
+      store_zeros<T>(tile, k_begin, args.dk, args.stride_dk, args.shape.s_k, args.shape.d_qk);
+      __syncwarp();
+      if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.tile_empty[tile_pos.slot()]);
+      continue;
+    }
+    const auto clear_sums = [&]() __attribute__((always_inline)) {
 #pragma unroll
-    for (int idx = 0; idx < C::kDim / 2; ++idx) acc_dk[idx] = 0.f;
+      for (int idx = 0; idx < C::kDim / 2; ++idx) acc_dk[idx] = 0.f;
 #pragma unroll
-    for (int idx = 0; idx < C::kDimV / 2; ++idx) acc_dv[idx] = 0.f;
+      for (int idx = 0; idx < C::kDimV / 2; ++idx) acc_dv[idx] = 0.f;
+    };
     if (num_steps > 0) {
       const uint32_t k_bytes = KvPlaces<C>::k(num_kv) * 2, v_bytes = KvPlaces<C>::v(num_kv) * 2;
       const uint64_t desc_k = ptx::advance(desc_rows, k_bytes);
@@ -275,10 +328,8 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
       gemm_depth_major<kBlockQ, C::kDim, C::kBlockK, kBlockQ, T>(
           acc_s, desc_k, ptx::advance(desc_q, step_pos.slot() * Sizes<C>::kQBytes), false);
       ptx::wgmma_commit();
+      clear_sums();
       ptx::mbar_wait(&smem.v_full, num_kv & 1);
-      // The previous tile's dK has left `ds`, for both warpgroups.
-      if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
-      ptx::named_barrier_sync(kStepBarrier, 256);
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(acc_s);
       ptx::mbar_wait(&smem.dout_full[step_pos.count % C::kDoutStages],
@@ -290,8 +341,10 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
                              smem.kv + KvPlaces<C>::v(num_kv),
                              smem.bounds[flags & kStepBoundsSlot ? 1 : 0]);
         ptx::fence_proxy_async();
-        ptx::named_barrier_sync(kGroupBarrier + group_idx, 128);  // its dP reads these rows of V
       }
+      // The gradients of the tile before have left what they were staged in.
+      if (num_kv > 0) release_staged();
+      group_sync();  // also: dP reads cleared rows of V
 
       const auto run_step = [&](bool is_first,
                                 auto is_last_constant) __attribute__((always_inline)) {
@@ -325,10 +378,12 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
         }
         ptx::wgmma_fence();
         gemm_from_registers<C::kDimV, T>(
-            acc_dv, reg_p, ptx::advance(desc_dout_mn, dout_slot * Sizes<C>::kDoutBytes));
+            acc_dv, reg_p,
+            ptx::advance(desc_dout, kRowsAreDepth + dout_slot * Sizes<C>::kDoutBytes));
         ptx::wgmma_commit();
         ptx::wgmma_wait<1>();  // dP - delta
         ptx::wgmma_pin(acc_dp);
+        if (is_last && ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.v_empty);
 
         // dS^T goes to shared memory 16 rows at a time and stays in no register: dK reads it there too,
         // which costs 4 % more shared-memory reads a step and saves the 16 registers that would
@@ -346,9 +401,7 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
           }
           store_matrices((ds_address ^ (k_step * 32)) + ds_buffer * kDsBytes, reg_ds);
         }
-        if constexpr (is_last) {
-          if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.v_empty);
-        } else {
+        if constexpr (!is_last) {
           RingPos<C::kQStages> next_pos = step_pos;
           ++next_pos.count;
           ptx::mbar_wait(&smem.q_full[next_pos.slot()], next_pos.parity());
@@ -373,19 +426,30 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
         for (int k_step = 0; k_step < kBlockQ / 16; ++k_step) {
           ptx::Wgmma<C::kDim, T, false, true>::ss(
               acc_dk, ptx::advance(desc_ds_own, ds_buffer * kDsBytes + k_step * 32),
-              ptx::advance(desc_q_mn, slot * Sizes<C>::kQBytes + k_step * 2048), 1);
+              ptx::advance(desc_q, kRowsAreDepth + slot * Sizes<C>::kQBytes + k_step * 2048), 1);
         }
         ptx::wgmma_commit();
         ptx::wgmma_wait<2>();  // dV and the next S; dQ and dK stay in flight
         ptx::wgmma_pin(acc_s);
-        if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.dout_empty[dout_slot]);
-        if constexpr (!is_last) {
+        if constexpr (is_last) {
+          // Both warpgroups are through with dO, and with dS of the step before.
+          ptx::wgmma_pin(acc_dv);
+          ptx::named_barrier_sync(kStepBarrier, 256);
+          if (tile.kv_sum_idx < 0) {
+            store_gradient_tma<C, C::kDimV>(acc_dv, 1.f, smem.ds[ds_buffer ^ 1] + group_idx * 4096,
+                                            smem.dout[dout_slot] + group_idx * 4096, &args.map_dv,
+                                            tile, group_idx);
+          }
+          if (ptx::arrives(is_leader) && warp != 0) ptx::mbar_arrive(&smem.dout_empty[dout_slot]);
+        } else {
+          if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.dout_empty[dout_slot]);
           const uint32_t next = step_pos.count + 1;
           ptx::mbar_wait(&smem.dout_full[next % C::kDoutStages], next / C::kDoutStages & 1);
           scores_to_p<C>(acc_s, lse, smem, next, scale_log2, args.shape.s_q);
         }
         ptx::wgmma_wait<1>();  // dQ
         ptx::wgmma_pin(acc_dq);
+        if (is_last && ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.k_empty);
         stage_dq<C>(acc_dq, smem, step_pos.count);
         ++step_pos.count;
       };
@@ -393,39 +457,30 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
 #pragma unroll 1
       for (int32_t step = 0; step + 1 < num_steps; ++step) run_step(step == 0, std::false_type{});
       run_step(num_steps == 1, std::true_type{});
-      if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.k_empty);
-      hand_over_dq(smem);
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(acc_dk);
-      ptx::wgmma_pin(acc_dv);
-      if (ptx::arrives(is_leader)) {
-        ptx::mbar_arrive(&smem.q_empty[(step_pos.count - 1) % C::kQStages]);
+      // Both warpgroups are through with Q and dS. The reduction of dQ comes after the stores: these
+      // must have left shared memory before the next tile's second step, dQ before its first is staged.
+      ptx::named_barrier_sync(kStepBarrier, 256);
+      const uint32_t last = step_pos.count - 1;
+      T* const q = smem.q[last % C::kQStages];
+      if (tile.kv_sum_idx < 0) {
+        store_gradient_tma<C, C::kDim>(acc_dk, args.softmax_scale,
+                                       smem.ds[last & 1] + group_idx * 4096, q + group_idx * 4096,
+                                       &args.map_dk, tile, group_idx);
       }
+      if (ptx::arrives(is_leader) && warp != 0) ptx::mbar_arrive(&smem.q_empty[last % C::kQStages]);
+      hand_over_dq(smem);
       ++num_kv;
+    } else {
+      clear_sums();  // a part without steps: others may have some
     }
-
-    const TileInfo& tile = smem.tile[tile_pos.slot()];
-    if (tile.kv_sum_idx >= 0) {
-      if (sum_parts<C>(args, tile, acc_dk, acc_dv)) {
-        store_gradient<C, C::kDimV>(acc_dv, 1.f, tile, group_idx * 64, args.dv, args.stride_dv,
-                                    args.shape.s_k, 0, args.shape.d_v);
-        store_gradient<C, C::kDim>(acc_dk, args.softmax_scale, tile, group_idx * 64, args.dk,
-                                   args.stride_dk, args.shape.s_k, 0, args.shape.d_qk);
-      }
-      __syncwarp();
-      if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.tile_empty[tile_pos.slot()]);
-      continue;
+    if (tile.kv_sum_idx >= 0 && sum_parts<C>(args, tile, acc_dk, acc_dv)) {
+      store_gradient<C, C::kDimV>(acc_dv, 1.f, tile, group_idx * 64, args.dv, args.stride_dv,
+                                  args.shape.s_k, 0, args.shape.d_v);
+      store_gradient<C, C::kDim>(acc_dk, args.softmax_scale, tile, group_idx * 64, args.dk,
+                                 args.stride_dk, args.shape.s_k, 0, args.shape.d_qk);
     }
-    // `ds` is free once both warpgroups' products are complete and the tile before has left it.
-    T* const staged = smem.ds[group_idx];
-    static_assert(C::kBlockK * kBlockQ >= 64 * C::kDim && C::kDim == C::kDimV);
-    if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
-    ptx::named_barrier_sync(kStepBarrier, 256);
-    store_gradient_tma<C, C::kDimV>(acc_dv, 1.f, staged, &args.map_dv, tile, group_idx);
-    if (threadIdx.x % 128 == 0) ptx::bulk_wait_read<0>();
-    ptx::named_barrier_sync(kGroupBarrier + group_idx, 128);
-    store_gradient_tma<C, C::kDim>(acc_dk, args.softmax_scale, staged, &args.map_dk, tile,
-                                   group_idx);
     // Not yet read: the thread that stored still needs `tile`, but it has passed its read.
     __syncwarp();
     if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.tile_empty[tile_pos.slot()]);

@@ -11,8 +11,9 @@
 // Claim:      every output row tile is written once, by the sum of all its parts, and the ring is
 //             all zeros when head_done says that a head has left it.
 // Because:    a part is counted only after its reduction completed in L2, so the one who counts
-//             the last part sees all of them; it zeroes the sum before it counts the tile as done,
-//             and a new head's first reduction waits for all the tiles of the head it follows.
+//             the last part sees all of them and lists the sum; a place in the list is one converter's,
+//             who zeroes the sum before it counts the tile as done, and a new head's first reduction
+//             waits for all the tiles of the head it follows.
 // Breaks if:  visits disagrees with the loader's walk, or a key tile is claimed out of order (the
 //             wait for the ring could then be for work nobody has).
 // Tested by:  test/gpu/test_sm90_bwd.py (test_ring_is_reused; outputs start as NaN, the workspace
@@ -51,6 +52,9 @@ __device__ __forceinline__ int32_t add_acq_rel(int32_t* address, int32_t value) 
 }
 __device__ __forceinline__ void add_without_return(int32_t* address, int32_t value) {
   asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ void store_release(int32_t* address, int32_t value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 // Between generic and async accesses to global memory.
 __device__ __forceinline__ void fence_proxy_async_all() {
@@ -149,7 +153,7 @@ class DqWriter {
       if (tile.num_steps > 0) wait_for_ring(tile);
       for (int32_t part = tile.num_steps * C::kDqParts; part > 0; --part, ++dq_pos.count) {
         // The turn is waited for while the products run, see add().
-        if (C::kDqParts == 1 && args_.is_deterministic && part < tile.num_steps) {
+        if (C::kDqParts == 1 && tile.flags & kItemInOrder && part < tile.num_steps) {
           wait_for_turn(tile, smem_.info[dq_pos.count % kNumInfo]);
         }
         ptx::mbar_wait(&smem_.dq_full, dq_pos.parity());
@@ -168,12 +172,9 @@ class DqWriter {
       ptx::mbar_arrive_as_warp(&smem_.tile_empty[tile_pos.slot()]);
       drain();  // no part of a finished tile may wait for what the next tile waits for
     }
-    for (int32_t end = 0; end < 2; ++end) {  // one for each converter warp: they take turns
-      ptx::mbar_wait(&smem_.event_empty[reserved_.slot()], reserved_.write_parity());
-      smem_.event[reserved_.slot()].num_visits = 0;
-      ++reserved_.count;
-      publish();
-    }
+    ptx::mbar_wait(&smem_.event_empty[reserved_.slot()], reserved_.write_parity());
+    smem_.event[reserved_.slot()].num_visits = 0;
+    publish();
   }
 
  private:
@@ -202,11 +203,12 @@ class DqWriter {
                                       uint32_t dq_count, int32_t parts_left) {
     const int32_t b_idx = tile.b_idx;
     const int32_t sum_idx = sum_index(tile, info);
-    if (args_.is_deterministic) wait_for_turn(tile, info);
+    const bool is_in_order = tile.flags & kItemInOrder;
+    if (is_in_order) wait_for_turn(tile, info);
     reduce_to_ring(args_.dq_ring + static_cast<int64_t>(sum_idx) * Sizes<C>::kPartFloats, smem_.dq,
                    Sizes<C>::kPartFloats * 4);
     ptx::bulk_commit();
-    if (args_.is_deterministic) {
+    if (is_in_order) {
       ptx::bulk_wait_read<0>();
       ptx::mbar_arrive_as_warp(&smem_.dq_empty[part_idx_]);
       // The count that the next part has to wait for, on its way while this one completes. (The consumers
@@ -221,7 +223,7 @@ class DqWriter {
       // Nobody waits for the old count: whose turn is the last one knows it.
       add_without_return(args_.ring_counts + sum_idx, 1);
       if (static_cast<int32_t>(info.visits_order >> 16) + 1 == (info.visits_order & 0xFFFF)) {
-        reserve(b_idx, sum_idx, info);
+        reserve(b_idx, sum_idx, info, -1);
         publish();
       }
       return;
@@ -244,14 +246,14 @@ class DqWriter {
     publish();
     has_unpublished_ = false;
   }
-  __device__ __forceinline__ void reserve(int32_t b_idx, int32_t ring_sum_idx,
-                                          const StepInfo& info) {
+  __device__ __forceinline__ void reserve(int32_t b_idx, int32_t ring_sum_idx, const StepInfo& info,
+                                          int32_t sign = 1) {
     ptx::mbar_wait(&smem_.event_empty[reserved_.slot()], reserved_.write_parity());
     volatile DqEvent& event = smem_.event[reserved_.slot()];
     event.b_idx = b_idx;
     event.h_q_idx = info.h_q_idx;
     event.q_tile_idx = info.q_tile_idx;
-    event.num_visits = info.visits_order & 0xFFFF;
+    event.num_visits = sign * static_cast<int32_t>(info.visits_order & 0xFFFF);
     event.ring_sum_idx = ring_sum_idx;
     event.part_idx = part_idx_;
     ++reserved_.count;
@@ -269,67 +271,102 @@ class DqWriter {
   bool has_unpublished_ = false;  // one reduction is in flight and its event not yet announced
 };
 
-// Converter warps 0 and 1 take every other event.
+// Warp 2. Counts each part once its reduction is complete, and lists the sums that are.
 template <class C>
-__device__ __forceinline__ void run_dq_converter(const KernelArgs& args, Smem<C>& smem,
-                                                 int32_t converter_idx) {
-  constexpr int kPieces = Sizes<C>::kPieces, kPieceFloats = Sizes<C>::kPieceFloats;
-  const int32_t lane = threadIdx.x % 32;
-  const bool is_leader = lane == 0;
-  RingPos<kBackBuffers> back_pos;
+__device__ __forceinline__ void run_dq_counter(const KernelArgs& args, Smem<C>& smem) {
+  const bool is_leader = threadIdx.x % 32 == 0;
   RingPos<kNumEvents> event_pos;
-  for (event_pos.count = converter_idx;; event_pos.count += 2) {
+  for (;; ++event_pos.count) {
     ptx::mbar_wait(&smem.event_full[event_pos.slot()], event_pos.parity());
     const DqEvent event = smem.event[event_pos.slot()];
     __syncwarp();
     if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.event_empty[event_pos.slot()]);
     if (event.num_visits == 0) return;
-    if (event.num_visits == 1) {
+    if (event.num_visits == 1) {  // never in the ring: from where it is, and frees `dq`
 #pragma unroll 1
-      for (int32_t piece = 0; piece < kPieces; ++piece) {
-        convert_piece<C>(args, smem.dq + piece * kPieceFloats, piece, event);
+      for (int32_t piece = 0; piece < Sizes<C>::kPieces; ++piece) {
+        convert_piece<C>(args, smem.dq + piece * Sizes<C>::kPieceFloats, piece, event);
       }
       __syncwarp();
       if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.dq_empty[event.part_idx]);
       continue;
     }
-    int32_t* const count = args.ring_counts + event.ring_sum_idx;
-    bool is_last = true;
-    if (!args.is_deterministic) {
-      int32_t old = 0;
-      // Relaxed: a completed reduction has been performed in L2, where this count is performed too;
-      // a release would only wait for this warp's own stores, 600 cycles a step.
-      if (is_leader) old = add_relaxed(count, 1);
-      is_last = __shfl_sync(0xFFFFFFFF, old, 0) == event.num_visits - 1;
+    // Relaxed: a completed reduction has been performed in L2, where this count is performed too;
+    // a release would only wait for this warp's own stores, 600 cycles a step.
+    if (is_leader && (event.num_visits < 0 || add_relaxed(args.ring_counts + event.ring_sum_idx,
+                                                          1) == event.num_visits - 1)) {
+      __threadfence();
+      const int32_t row = (event.b_idx * args.shape.h_q + event.h_q_idx) * args.num_q_tiles;
+      store_release(args.finished + add_relaxed(args.next_finished, 1),
+                    (row + event.q_tile_idx) * C::kDqParts + event.part_idx + 1);
     }
-    if (!is_last) continue;
+    __syncwarp();
+  }
+}
+
+// Warp 3. Converts finished sums in the order in which they were listed, whichever CTA's they are: who
+// is last at a row is often last at the next ones too, and would be held up by converting them all.
+template <class C>
+__device__ __forceinline__ void run_dq_converter(const KernelArgs& args, Smem<C>& smem) {
+  constexpr int kPieces = Sizes<C>::kPieces, kPieceFloats = Sizes<C>::kPieceFloats;
+  const int32_t lane = threadIdx.x % 32;
+  const bool is_leader = lane == 0;
+  int32_t num_sums = 0;
+  for (int32_t idx = lane; idx < args.mask.b * args.mask.h_mask; idx += 32) {
+    num_sums += args.shared_rows[idx];
+  }
+  num_sums =
+      __reduce_add_sync(kAllLanes, num_sums) * (args.shape.h_q / args.mask.h_mask) * C::kDqParts;
+  RingPos<kBackBuffers> back_pos;
+  for (;;) {
+    int32_t place = 0, sum = 0;
+    if (is_leader) {
+      place = add_relaxed(args.next_conversion, 1);
+      if (place < num_sums) {
+        wait_at_least(args.finished + place, 1);
+        sum = load_acquire(args.finished + place);
+      }
+    }
+    sum = __shfl_sync(kAllLanes, sum, 0) - 1;
+    if (sum < 0) return;
+    DqEvent event;
+    event.part_idx = sum % C::kDqParts;
+    event.q_tile_idx = sum / C::kDqParts % args.num_q_tiles;
+    const int32_t head = sum / C::kDqParts / args.num_q_tiles;
+    event.b_idx = head / args.shape.h_q;
+    event.h_q_idx = head % args.shape.h_q;
+    const int32_t part_heads = __ldg(&args.plan->part_heads);
+    const int32_t ring_row =
+        head / part_heads % __ldg(&args.plan->ring_slots) * part_heads + event.h_q_idx % part_heads;
+    event.ring_sum_idx =
+        (ring_row * args.num_q_tiles + event.q_tile_idx) * C::kDqParts + event.part_idx;
     __threadfence();  // after the count
     fence_proxy_async_all();
-    float* const sum =
+    float* const gmem_sum =
         args.dq_ring + static_cast<int64_t>(event.ring_sum_idx) * Sizes<C>::kPartFloats;
     const auto fetch = [&](int32_t piece) {  // into the buffer of back_pos + the pieces in flight
       if (!is_leader) return;
       const uint32_t buffer = (back_pos.count + min(piece, kBackBuffers - 1)) % kBackBuffers;
-      Barrier* const back_full = &smem.dq_back_full[converter_idx][buffer];
+      Barrier* const back_full = &smem.dq_back_full[buffer];
       ptx::mbar_arrive_expect_tx(back_full, kPieceFloats * 4);
-      ptx::bulk_load(smem.dq_back[converter_idx][buffer], sum + piece * kPieceFloats,
-                     kPieceFloats * 4, back_full);
+      ptx::bulk_load(smem.dq_back[buffer], gmem_sum + piece * kPieceFloats, kPieceFloats * 4,
+                     back_full);
     };
     for (int32_t piece = 0; piece < kBackBuffers - 1; ++piece) fetch(piece);
 #pragma unroll 1
     for (int32_t piece = 0; piece < kPieces; ++piece) {
       if (piece + kBackBuffers - 1 < kPieces) fetch(piece + kBackBuffers - 1);
-      ptx::mbar_wait(&smem.dq_back_full[converter_idx][back_pos.slot()], back_pos.parity());
-      convert_piece<C>(args, smem.dq_back[converter_idx][back_pos.slot()], piece, event);
+      ptx::mbar_wait(&smem.dq_back_full[back_pos.slot()], back_pos.parity());
+      convert_piece<C>(args, smem.dq_back[back_pos.slot()], piece, event);
 #pragma unroll
       for (int block = 0; block < 2 * Sizes<C>::kPiecePairs; ++block) {
-        __stcg(reinterpret_cast<float4*>(sum + piece * kPieceFloats) + block * 32 + lane,
+        __stcg(reinterpret_cast<float4*>(gmem_sum + piece * kPieceFloats) + block * 32 + lane,
                make_float4(0.f, 0.f, 0.f, 0.f));
       }
       __syncwarp();  // before the next load into this buffer
       ++back_pos.count;
     }
-    if (is_leader) *count = 0;
+    if (is_leader) args.ring_counts[event.ring_sum_idx] = 0;
     fence_proxy_async_all();
     __threadfence();
     __syncwarp();

@@ -32,8 +32,7 @@ __device__ __forceinline__ void init_barriers(Smem<C>& smem) {
   mbar_init(&smem.dq_full, Sizes<C>::kDqArrivals * kWarpArrivals);
   for (int part = 0; part < C::kDqParts; ++part) mbar_init(&smem.dq_empty[part], kWarpArrivals);
   for (int slot = 0; slot < kBackBuffers; ++slot) {
-    mbar_init(&smem.dq_back_full[0][slot], 1);
-    mbar_init(&smem.dq_back_full[1][slot], 1);
+    mbar_init(&smem.dq_back_full[slot], 1);
   }
   for (int slot = 0; slot < kNumEvents; ++slot) {
     mbar_init(&smem.event_full[slot], 1);
@@ -59,8 +58,10 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       run_loader<C>(args, smem);
     } else if (warp == kWriterWarp) {
       if (threadIdx.x % 32 == 0) DqWriter<C>(args, smem).run();
+    } else if (warp == kCounterWarp) {
+      run_dq_counter<C>(args, smem);
     } else {
-      run_dq_converter<C>(args, smem, warp - kConverterWarp);
+      run_dq_converter<C>(args, smem);
     }
   } else {
     ptx::reg_alloc<kConsumerRegs>();
