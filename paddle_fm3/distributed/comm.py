@@ -318,6 +318,7 @@ _states: dict[int, _GroupState] = {}  # by group id
 def _state_of(group: Any) -> _GroupState:
     state = _states.get(group.id)
     if state is None or state.group is not group:  # ids are given anew once all groups have been destroyed
+        groups.settle_job_store()
         state = _states[group.id] = _GroupState(group)
     return state
 

@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 # one takes the other's answer.
 store_lock = threading.Lock()
 _original_new_process_group: Any = None
+_is_job_store_settled = False
 _group_stores: dict[int, Any] = {}  # group id -> its TCPStore, kept alive as long as the process
 
 
@@ -155,12 +156,27 @@ def _make_group_store(parent_store: Any, rank: int, world_size: int, group_id: i
     return store
 
 
+def settle_job_store() -> None:
+    """Does for the job's own store, in the process that holds it, what `_see_callers_leave` says. Once a process."""
+    global _is_job_store_settled
+    if _is_job_store_settled or not dist.is_initialized() or dist.get_rank() != 0:
+        return
+    _is_job_store_settled = True
+    address = os.environ.get("PADDLE_MASTER") or os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")[0]
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    host, _, port = address.rpartition(":")
+    with suppress(OSError, ValueError):  # then the end of a launch is as safe as Paddle's own
+        _see_callers_leave(host, int(port))
+
+
 def _see_callers_leave(host: str, port: int) -> None:
     """Shows this process's store threads what it is like when a caller closes its connection, and when it resets it.
 
-    NOTE: Paddle 3.3.1's thread of a store outlives the static objects of its process. The first time that it meets
-    either, it asks glog whether to log it, under a lock that is destroyed by then; another rank that ended in the same
-    moment would abort this one, its work done: exit code -6, no message. What was asked once is not asked again.
+    NOTE: the thread of a store of Paddle 3.3.1 and 2.6.2 outlives the static objects of its process. The first time
+    that it meets either, it asks glog whether to log it, under a lock that is destroyed by then; another rank that
+    ended in the same moment would abort this one, its work done: exit code -6, no message. What was asked once is not
+    asked again.
     """
     for is_reset in (False, True):
         with socket.create_connection((host, port), STORE_TIMEOUT_S) as caller:

@@ -57,13 +57,32 @@ store = groups._make_group_store(parent, 0, 1, 7)
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # never destroyed, as those that a process group holds
 print("address", parent.value.decode(), flush=True)
 """
+# The job's own store, in a job of one process.
+ENDING_JOB = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(libc.pause, None, None)
+from paddle.base import core
+from paddle_fm3.distributed import groups
+address = f"127.0.0.1:{groups._free_port()}"
+os.environ.update(
+    PADDLE_TRAINER_ENDPOINTS=address, PADDLE_TRAINER_ID="0", PADDLE_TRAINERS_NUM="1", PADDLE_CURRENT_ENDPOINT=address
+)
+host, port = address.split(":")
+store = core.TCPStore(host, int(port), True, 1, 60)
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+groups.dist.is_initialized = lambda: True
+groups.settle_job_store()
+print("address", address, flush=True)
+"""
 PAUSE = "34 "  # the number of this system call on x86-64
 
 
-def test_a_rank_that_ends_does_not_abort_one_that_is_ending() -> None:
+@pytest.mark.parametrize("code", [ENDING, ENDING_JOB], ids=["group", "job"])
+def test_a_rank_that_ends_does_not_abort_one_that_is_ending(code: str) -> None:
     """Callers leave the store of a process that is past its static destructors, by a close and by a reset."""
     with subprocess.Popen(
-        [sys.executable, "-c", ENDING], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
         try:
             host, port = next(line.split()[1] for line in process.stdout if line.startswith("address ")).split(":")
