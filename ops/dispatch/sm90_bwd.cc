@@ -159,11 +159,7 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   take(&args->walks, num_masks);
   take(&args->plan, 1);
   take(&args->items, num_items);
-  // In the free mode only where they are small (and then only some masks use them).
-  constexpr int64_t kFreeTurns = 4 << 20;
-  const int64_t num_turns = num_masks * num_k_tiles * num_q_tiles;
-  args->has_turns = params.is_deterministic || num_turns <= kFreeTurns;
-  take(&args->turns, args->has_turns ? num_turns : 0);
+  take(&args->turns, params.is_deterministic ? num_masks * num_k_tiles * num_q_tiles : 0);
   take(&args->lse_log2, num_rows);
   take(&args->minus_delta, num_rows);
   const int64_t zeroed_begin = offset;

@@ -40,7 +40,6 @@ struct KernelArgs {
   int32_t max_items;     // room in `items`
   int32_t kv_sum_heads;  // (batch, kv head)s that kv_sums has room for
   int32_t is_deterministic;
-  int32_t has_turns;  // room in `turns`
   float softmax_scale;
   sm90::ColumnHull* hulls;  // [b, h_mask, num_hulls]
   int4* bounds;             // [b, h_mask, num_hulls * kHullK] rows hidden from a key: [x, y) and
@@ -54,7 +53,7 @@ struct KernelArgs {
   int32_t* walks;      // [b, h_mask] of type Walk
   WorkPlan* plan;      // of all lists; the first one's visits decide
   TileInfo* items;     // [at most b * h_q * num_k_tiles] in the order of work
-  uint16_t* turns;     // [b, h_mask, num_k_tiles, num_q_tiles]; where sums are added in order
+  uint16_t* turns;     // [b, h_mask, num_k_tiles, num_q_tiles]; deterministic only
   float* lse_log2;     // [b, h_q, num_q_tiles * kBlockQ]; +inf in a hidden row
   float* minus_delta;  // likewise, dlse - sum(dO * O)
   // All zero at first:

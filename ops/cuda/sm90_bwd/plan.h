@@ -37,13 +37,6 @@ FM3_HOST_DEVICE Walk choose_walk(const VisitSummary& visits) {
   return visits.num_apart_down <= few ? kWalkDownAligned : kWalkUp;
 }
 
-// Whether the parts of a dQ sum are added in a fixed order though nobody asked for it. Where key tiles reach a
-// row tile one after the other anyhow, turns cost nothing, and they keep a CTA that is late from being the
-// last one at every row, which would have to convert them all (8K window: 276 TFLOP/s free, 304 in order).
-FM3_HOST_DEVICE bool gains_by_order(Walk walk, bool has_turns) {
-  return has_turns && walk == kWalkUp;
-}
-
 struct PlanInput {
   int32_t group;         // query heads of a key/value head
   int32_t num_kv_heads;  // b * h_kv

@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads) order_kernel(KernelArgs args) {
     args.walks[blockIdx.y] = walk;
     if (blockIdx.y == 0) *args.plan = choose_plan(args.plan_input, visits);
   }
-  if (args.is_deterministic || gains_by_order(walk, args.has_turns)) {
+  if (args.is_deterministic) {
     if (is_tile) args.tile_order[tiles_begin + args.num_k_tiles - 1 - tile_idx] = tile_idx;
   } else if (walk == kWalkDownAligned && args.group > 1) {
     if (is_tile) args.tile_order[tiles_begin + tile_idx] = tile_idx;
@@ -216,10 +216,10 @@ __global__ void __launch_bounds__(kThreads) item_kernel(KernelArgs args, int32_t
       sum_of_masks(tile.b_idx, tile.h_q_begin, args.tile_steps + tile.k_tile_idx, args.num_k_tiles);
   const Walk walk = static_cast<Walk>(args.walks[list]);
   const bool same_mask = args.mask.h_mask <= args.shape.h_kv;
-  const bool is_in_order =
-      args.is_deterministic || (same_mask && gains_by_order(walk, args.has_turns));
-  const bool is_aligned = walk == kWalkUpAligned || (walk == kWalkDownAligned && !is_in_order);
-  tile.flags = (same_mask && is_aligned ? kItemHeadsInside : 0) | (is_in_order ? kItemInOrder : 0);
+  const bool is_aligned =
+      walk == kWalkUpAligned || (walk == kWalkDownAligned && !args.is_deterministic);
+  tile.flags =
+      (same_mask && is_aligned ? kItemHeadsInside : 0) | (args.is_deterministic ? kItemInOrder : 0);
   tile.ring_row = place.head_part % plan.ring_slots * plan.part_heads - tile.h_q_begin;
   tile.ring_before = place.head_part - plan.ring_slots;
   if (tile.ring_before >= 0) {
@@ -236,13 +236,11 @@ __global__ void __launch_bounds__(kThreads) item_kernel(KernelArgs args, int32_t
   args.items[work_idx] = tile;
 }
 
-// --- 5. Turns: how many visitors of a row tile come before a key tile, where sums are added in order ---
+// --- 5. Turns (deterministic): how many visitors of a row tile come before a key tile -----------
 __global__ void __launch_bounds__(kThreads) turn_kernel(KernelArgs args) {
   const int32_t q_tile_idx = blockIdx.x * kThreads + threadIdx.x;
   const int32_t mask_idx = blockIdx.y;
   if (q_tile_idx >= args.num_q_tiles) return;
-  const Walk walk = static_cast<Walk>(args.walks[mask_idx]);
-  if (!args.is_deterministic && !gains_by_order(walk, args.has_turns)) return;
   int32_t turn = 0;
 #pragma unroll 8
   for (int32_t k_tile_idx = args.num_k_tiles - 1; k_tile_idx >= 0; --k_tile_idx) {
@@ -337,7 +335,7 @@ cudaError_t prepare(const KernelArgs& args, const PrepareArgs& in, cudaStream_t 
   visit_kernel<<<div_up(num_tiles, kWarps), kThreads, 0, stream>>>(args, in.block_k, num_tiles);
   order_kernel<<<dim3(div_up(args.num_k_tiles, kThreads), num_masks), kThreads, 0, stream>>>(args);
   item_kernel<<<div_up(args.max_items, kThreads), kThreads, 0, stream>>>(args, in.dq_parts);
-  if (args.has_turns) {
+  if (args.is_deterministic) {
     turn_kernel<<<dim3(div_up(args.num_q_tiles, kThreads), num_masks), kThreads, 0, stream>>>(args);
   }
   const dim3 grid(args.shape.h_q, args.num_q_tiles, args.shape.b);
