@@ -41,12 +41,13 @@ def step_times(records: Iterable[Record]) -> str:
         still = ours["fwd_still_ms"] + ours["bwd_still_ms"]
         rows.append([
             f"{ranks}", f"{s_local // 1024}K", heads, mask.replace("_", " "),
-            f"{ours['fwd_ms']:.3g} / {ours['bwd_ms']:.3g} / {ours['total_ms']:.3g}",
+            _three(ours), _three(lines["fm3+two"]) if "fm3+two" in lines else "–",
             *(f"{lines[name]['total_ms']:.3g}" if name in lines else "–" for name in (*ALL_GATHERS, "ring")),
             *(_ratio(theirs, time_ms) for time_ms in (ours["total_ms"], still) for theirs in (gather, ring)),
             f"{ours['comm_hidden_pct']:.0f} %", f"{100 * ours['imbalance']:.2f} %",
         ])  # fmt: skip
-    header = ["ranks", "rows a rank", "heads", "mask", "fm3", "dual-chunk all-gather", "contiguous all-gather", "ring",
+    header = ["ranks", "rows a rank", "heads", "mask", "fm3", "fm3, backward in two calls",
+              "dual-chunk all-gather", "contiguous all-gather", "ring",
               "best all-gather ÷ fm3", "ring ÷ fm3", "all-gather ÷ fm3's kernels", "ring ÷ fm3's kernels", "hidden",
               "imbalance"]  # fmt: skip
     caption = (
@@ -89,6 +90,10 @@ def late_keys(records: Iterable[Record]) -> str:
               "speed with late keys"]  # fmt: skip
     caption = "Speeds are fractions of the same kernel's with all keys in place and no flags."
     return _table(header, rows, list(found.values()), caption, "tools/bench_cp.py --device gpu --late-keys 1")
+
+
+def _three(one: Record) -> str:
+    return " / ".join(f"{one[name]:.3g}" for name in ("fwd_ms", "bwd_ms", "total_ms"))
 
 
 def _ratio(theirs: float | None, ours: float) -> str:

@@ -32,15 +32,22 @@ def call_us(plan: CpPlan, cost: CostModel) -> float:
     return CALL_OVERHEAD_US + PASSES_A_CALL * dq_bytes / (MEMORY_GB_PER_S * 1e3)
 
 
-def choose_bwd_style(plan: CpPlan, cost: CostModel) -> str:
+def choose_bwd_style(plan: CpPlan, cost: CostModel, is_causal: bool) -> str:
     """The `bwd_style` of `DeviceWork.of` with the least estimated time: "plan", "two" or "one". The same on every rank.
+
+    Under a causal rule own and received keys are never in one call. The Hopper backward then takes key tiles in their
+    order, as if later ones were cheaper; received ones come last and are seen by nearly all rows. On two H200s a
+    backward in two calls took 20 and 23 % less than in one with 8K rows a rank, 3 and 18 % less with 32K.
 
     Args:
         cost: with the heads and the links of the run.
+        is_causal: of the mask.
     """
     num_calls = len(plan.bwd_steps(0))
     if num_calls == 1 or plan.strategy.move == "ring":  # a ring passes sums on step by step
         return "plan"
     moved, called = transfer_us(plan, cost), call_us(plan, cost)
-    shown = {"plan": (num_calls - 1) * called, "two": called + moved, "one": 2 * moved}
+    shown = {"plan": (num_calls - 1) * called, "two": called + moved}
+    if not is_causal:
+        shown["one"] = 2 * moved
     return min(shown, key=lambda style: shown[style])

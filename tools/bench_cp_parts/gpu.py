@@ -129,7 +129,7 @@ def make_plans(cases: list[Case], folder: Path, calls: dict[int, int], loops: in
         cost = CostModel(h_q=h_q, h_kv=h_kv, d=HEAD_DIM)
         strategy = case.impl.partition("+")[0]
         plan = build_plan(mask, case.num_ranks, topology=topology, strategy=strategy, cost=cost)
-        style = case.bwd_style or choose_bwd_style(plan, cost)
+        style = case.bwd_style or choose_bwd_style(plan, cost, mask.is_causal)
         for rank in range(case.num_ranks):
             rank_plan = plan.rank_plan(rank, mask)
             work = DeviceWork.of(plan, rank_plan, bwd_style=style)
