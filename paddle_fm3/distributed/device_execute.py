@@ -87,7 +87,8 @@ class DeviceAttention:
         forward_mode: "rows", "whole" or "steps" (see the module). Default: a ring goes in steps; otherwise "rows" if
             the transport can write words, else "steps". "rows" needs such a transport, and a plan that overlaps and
             passes no rows on; elsewhere it means "whole".
-        num_step_streams: 1 or 2; with 2 a backward step starts while the one before runs out.
+        num_step_streams: 1 or 2; with 2 a backward step starts while the one before runs out, and has a workspace of
+            its own. Default 2, or 1 without a side stream.
         has_side_stream: False keeps all work of this class on the caller's stream.
 
     Attributes:
@@ -103,11 +104,13 @@ class DeviceAttention:
         *,
         timeout_s: float = 60.0,
         forward_mode: str | None = None,
-        num_step_streams: int = 1,
+        num_step_streams: int | None = None,
         has_side_stream: bool = True,
     ) -> None:
         if forward_mode is not None and forward_mode not in FORWARD_MODES:
             raise ValueError(f"DeviceAttention: forward_mode={forward_mode!r} is none of {FORWARD_MODES}")
+        if num_step_streams is None:
+            num_step_streams = 2 if has_side_stream else 1
         if num_step_streams not in (1, 2) or (num_step_streams == 2 and not has_side_stream):
             raise ValueError(f"DeviceAttention: num_step_streams={num_step_streams}; 1, or 2 with a side stream")
         if transport is not None:

@@ -48,7 +48,7 @@ def test_every_strategy_against_one_gpu(tmp_path: Path, num_ranks: int) -> None:
     names = [jobs.add("check", num_ranks, name, "causal_document", 4096) for name in STRATEGIES if name != "paper"]
     for mask in ("document", "prefix_document", "window"):
         names.append(jobs.add("check", num_ranks, "fm3", mask, 5000))
-    for options in ({"forward_mode": "steps"}, {"num_step_streams": 2}, {"has_side_stream": False}):
+    for options in ({"forward_mode": "steps"}, {"num_step_streams": 1}, {"has_side_stream": False}):
         names.append(jobs.add("check", num_ranks, "fm3_no_pruning", "causal_document", 4096, options=options))
     found = jobs.run(timeout_s=240)
     assert set(found) == set(names)
