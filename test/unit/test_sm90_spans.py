@@ -122,6 +122,16 @@ def test_random_masks(library: ctypes.CDLL, form: tuple[bool, int]) -> None:
         check_build(library, random_mask(rng, form, idx))
 
 
+@pytest.mark.parametrize("is_island", [True, False], ids=["islands", "holes"])
+@pytest.mark.parametrize("place", range(4))
+def test_blocks_that_are_alike_but_for_one_hull(library: ctypes.CDLL, is_island: bool, place: int) -> None:
+    """One 128 columns among 4,096 differ: a block of granules is taken for hidden or full only as a whole."""
+    s_q, s_k, hull = 300, 12288, 4 * 17 + place
+    is_inside = np.arange(s_k) // 128 == hull
+    bounds = np.where(is_inside == is_island, s_q, 0).astype(np.int32)[None, None, :, None]
+    check_build(library, NativeMask.from_bounds(np.concatenate([bounds, 0 * bounds], 3), False, s_q, None))
+
+
 @pytest.mark.parametrize("kind", ["causal_document", "global_window", "qk_sparse", "random_eviction"])
 def test_long_masks(library: ctypes.CDLL, kind: str) -> None:
     """Some tiles of a 128K mask: all 32 lanes of a warp have a stretch of a list."""

@@ -17,8 +17,9 @@ template <BoundForm kForm>
 constexpr bool kShowsOneRun = kForm != BoundForm::kLower2 && kForm != BoundForm::kBoth4;
 
 // Least and greatest of each bound over the columns, the bounds in the form's order. With two free
-// ends an empty interval counts as [kNever, -1): neutral for what is hidden by some column, and it
-// leaves nothing hidden by every column; one that joins what the causal rule hides begins at row 0.
+// ends an empty interval has no begin and an end of -1, so that nothing is hidden by every column;
+// one that joins what the causal rule hides begins at row 0; of two the one that ends with the rows
+// comes last, so that neighbours differ little where the intervals change roles.
 template <BoundForm kForm>
 struct alignas(kNumBounds<kForm> == 1 ? 8 : 16) BoundSummary {
   struct Range {
@@ -30,22 +31,31 @@ struct alignas(kNumBounds<kForm> == 1 ? 8 : 16) BoundSummary {
     int32_t value[kNumBounds<kForm> + 1] = {};
 #pragma unroll
     for (int idx = 0; idx < kNumBounds<kForm>; ++idx) value[idx] = clip_row(column[idx], mask.s_q);
-    if constexpr (!kShowsOneRun<kForm>) {
+    if constexpr (kShowsOneRun<kForm>) {
 #pragma unroll
-      for (int idx = 0; idx < kNumBounds<kForm>; idx += 2) {
-        if (value[idx] >= value[idx + 1]) {
-          value[idx] = kNever, value[idx + 1] = -1;
-        } else if (mask.is_causal && value[idx] <= causal_end(k_idx, mask.s_q, mask.s_k)) {
-          value[idx] = 0;
+      for (int idx = 0; idx < kNumBounds<kForm>; ++idx) add(bounds[idx], value[idx]);
+    } else {
+      Interval first = {value[0], value[1]}, last = {0, 0};
+      if constexpr (kForm == BoundForm::kBoth4) {
+        last = {value[2], value[3]};
+        if (first.end == mask.s_q && (last.begin >= last.end || last.end != mask.s_q)) {
+          first = last, last = {value[0], value[1]};
         }
       }
+      const int32_t causal = mask.is_causal ? causal_end(k_idx, mask.s_q, mask.s_k) : -1;
+      add(0, first, causal);
+      if constexpr (kForm == BoundForm::kBoth4) add(2, last, causal);
     }
-#pragma unroll
-    for (int idx = 0; idx < kNumBounds<kForm>; ++idx) {
-      Range& range = bounds[idx];
-      range.low = value[idx] < range.low ? value[idx] : range.low;
-      range.high = value[idx] > range.high ? value[idx] : range.high;
-    }
+  }
+
+ private:
+  FM3_HOST_DEVICE static void add(Range& range, int32_t value) {
+    range.low = smaller(range.low, value), range.high = larger(range.high, value);
+  }
+  FM3_HOST_DEVICE void add(int idx, Interval rows, int32_t causal) {
+    const bool is_empty = rows.begin >= rows.end;
+    if (!is_empty) add(bounds[idx], rows.begin <= causal ? 0 : rows.begin);
+    add(bounds[idx + 1], is_empty ? -1 : rows.end);
   }
 };
 

@@ -58,9 +58,19 @@ struct OffsetTable {
       entries = (entries << shift | (filled & ((uint64_t{1} << shift) - 1))) & mask(length);
     }
   }
-  // Of one word.
-  __device__ __forceinline__ static OffsetTable of(uint32_t visible, ItemLength length) {
+  // Of one word; by runs, or granule by granule, which is faster where runs are many.
+  __device__ __forceinline__ static OffsetTable of(uint32_t visible, bool has_many_runs,
+                                                   ItemLength length) {
     OffsetTable table = same(length);
+    if (has_many_runs) {
+      const int32_t shift = kBits * (length.granules - 1);
+      for (int32_t granule = kWordGranules - 1; granule >= 0; --granule) {
+        const uint64_t first =
+            (visible >> granule & 1) != 0 ? table.entries >> shift : table.entries & 15;
+        table.entries = (table.entries << kBits | first) & mask(length);
+      }
+      return table;
+    }
     for (int32_t num_left = kWordGranules; num_left > 0;) {
       const bool is_visible = static_cast<int32_t>(visible) < 0;
       const int32_t count = min(__clz(is_visible ? ~visible : visible), num_left);
@@ -88,10 +98,19 @@ struct ListWords {
   uint16_t segments[kSectionWords];  // by block: the words that segments begin at
   int32_t num_segments[kSectionBlocks];
 
+  static constexpr int32_t kManyRuns = 6;
+
   __device__ __forceinline__ static WordKind kind(uint32_t visible, uint32_t full) {
     if (visible == 0) return WordKind::kHidden;
     if (visible != 0xFFFFFFFF || (full != 0 && full != 0xFFFFFFFF)) return WordKind::kMixed;
     return full == 0 ? WordKind::kVisible : WordKind::kFull;
+  }
+
+  // All granules of a block hidden (bits 0), or all FULL and those after it, too; for one lane.
+  __device__ __forceinline__ void set_alike(int32_t block, uint32_t bits) {
+    const int32_t word = block * kBlockWords;
+    visible[word] = full[word] = bits;
+    segments[word] = static_cast<uint16_t>(word), num_segments[block] = 1;
   }
 
   // By a whole warp, the lanes with neighbouring words of one block. full, full_after: bits of FULL
@@ -112,7 +131,11 @@ struct ListWords {
       segments[word - lane + __popc(beginning & ((1u << lane) - 1))] = static_cast<uint16_t>(word);
     }
     if (lane == 0) num_segments[word / kBlockWords] = __popc(beginning);
-    if (own == WordKind::kMixed) tables[word] = OffsetTable::of(word_visible, length).entries;
+    const bool has_many_runs =
+        __ballot_sync(kWholeWarp, __popc(word_visible ^ word_visible << 1) > kManyRuns) != 0;
+    if (own == WordKind::kMixed) {
+      tables[word] = OffsetTable::of(word_visible, has_many_runs, length).entries;
+    }
   }
 };
 

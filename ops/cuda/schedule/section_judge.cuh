@@ -209,6 +209,24 @@ class SectionJudge {
     if (block * kBlockWords >= num_words) return;
     const bool is_word = word < num_words;
     const int32_t hull = is_word ? word * kHullsPerWord : 0;
+    if (tile_masks_ == nullptr) {
+      const uint32_t tiles = (tile_bits(0) | tile_bits(1)) << 2 * pair * kTileBits;
+      const auto own = *reinterpret_cast<const uint4*>(smem_.visible + hull);
+      const bool is_hidden = !is_word || ((own.x | own.y | own.z | own.w) & tiles) == 0;
+      const auto all = [&](const uint32_t* hulls) {
+        const auto words = *reinterpret_cast<const uint4*>(hulls);
+        return (words.x & words.y & words.z & words.w & tiles) == tiles;
+      };
+      const bool is_full =
+          is_word && all(smem_.full + hull) && all(smem_.full + hull + kHullsPerWord);
+      const bool all_hidden = __ballot_sync(kWholeWarp, !is_hidden) == 0;
+      if (all_hidden || __ballot_sync(kWholeWarp, !is_full) == 0) {
+        if (threadIdx.x % 32 < 3) {
+          smem_.lists[3 * pair + threadIdx.x % 32].set_alike(block, all_hidden ? 0 : kWholeWarp);
+        }
+        return;
+      }
+    }
     uint32_t visible[2], full[2], full_after[2], kept[2], kept_after[2];
     for (int32_t tile = 0; tile < 2; ++tile) {
       const int32_t byte = 2 * pair + tile;
