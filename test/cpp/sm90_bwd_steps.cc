@@ -51,8 +51,12 @@ int32_t shows_one_interval(int32_t lt_end, int32_t ut_begin, int32_t s_q) {
 
 int32_t choose_walk(const sm90_bwd::VisitSummary* visits) { return sm90_bwd::choose_walk(*visits); }
 
-int64_t plan_cost(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary* visits,
-                  int32_t part_heads, int32_t together) {
+int32_t goes_by_key(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary* visits) {
+  return sm90_bwd::goes_by_key(*in, *visits);
+}
+
+float plan_cost(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary* visits,
+                int32_t part_heads, int32_t together) {
   return sm90_bwd::plan_cost(*in, *visits, part_heads, together);
 }
 

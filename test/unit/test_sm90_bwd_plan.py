@@ -31,7 +31,8 @@ class PlanInput(ctypes.Structure):
 
 class VisitSummary(ctypes.Structure):
     _fields_ = [("num_steps", ctypes.c_int64)] + [
-        (name, ctypes.c_int32) for name in ("max_steps", "num_visiting", "num_apart_up", "num_apart_down")
+        (name, ctypes.c_int32)
+        for name in ("max_steps", "max_late_steps", "num_visiting", "num_apart_up", "num_apart_down")
     ]
 
 
@@ -49,7 +50,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", f"-I{ROOT}", f"-I{ROOT}/ops/include"]
     subprocess.run([*command, str(ROOT / "test/cpp/sm90_bwd_steps.cc"), "-o", str(path)], check=True)
     library = ctypes.CDLL(str(path))
-    library.plan_cost.restype = ctypes.c_int64
+    library.plan_cost.restype = ctypes.c_float
     return library
 
 
@@ -66,7 +67,8 @@ def plan_input(
 
 
 def summary(steps: np.ndarray, *, apart_up: int, apart_down: int) -> VisitSummary:
-    return VisitSummary(int(steps.sum()), int(steps.max()), int((steps > 0).sum()), apart_up, apart_down)
+    late = int(steps[len(steps) // 2 :].max())
+    return VisitSummary(int(steps.sum()), int(steps.max()), late, int((steps > 0).sum()), apart_up, apart_down)
 
 
 def causal(s: int) -> VisitSummary:
@@ -99,7 +101,7 @@ def test_walks(library: ctypes.CDLL) -> None:
     assert walk(causal(8192)) == DOWN_ALIGNED
     assert walk(full(8192)) == UP_ALIGNED
     assert walk(summary(np.full(64, 10), apart_up=63, apart_down=63)) == UP  # window
-    assert walk(VisitSummary(0, 0, 0, 0, 0)) == UP_ALIGNED  # nothing is visible
+    assert walk(VisitSummary(0, 0, 0, 0, 0, 0)) == UP_ALIGNED  # nothing is visible
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -159,6 +161,22 @@ def test_choices(library: ctypes.CDLL) -> None:
     # In a fixed order, key tiles that begin at the same rows keep a distance.
     assert chosen((32, 32), 16, 8192, full(8192), deterministic=True).heads_together > 1
     assert chosen((32, 32), 16, 8192, full(8192)).heads_together == 1
+
+
+def test_keys_come_in_order_only_where_late_ones_are_cheap(library: ctypes.CDLL) -> None:
+    def goes_by_key(heads: tuple[int, int], b: int, s: int, steps: np.ndarray) -> bool:
+        given = plan_input(heads, b, s)
+        visits = summary(steps, apart_up=len(steps) - 1, apart_down=4)
+        return bool(library.goes_by_key(ctypes.byref(given), ctypes.byref(visits)))
+
+    documents = np.tile(np.arange(42, 0, -2), 4)[:64]  # causal documents of 21 key tiles
+    assert goes_by_key((32, 4), 16, 8192, documents)
+    assert not goes_by_key((32, 4), 1, 8192, documents)  # few items: the longest first
+    assert not goes_by_key((32, 32), 16, 8192, documents)  # no group to share rows
+    # A rank's own keys, then received ones that nearly every row sees: those must not start last.
+    received = np.concatenate([np.arange(64, 0, -2), np.full(96, 128)])
+    assert not goes_by_key((32, 4), 1, 16384, received)
+    assert goes_by_key((32, 4), 64, 16384, received)
 
 
 def test_the_cheapest_plan_is_chosen(library: ctypes.CDLL) -> None:

@@ -24,6 +24,7 @@ constexpr int32_t kSampleStep = 7;
 struct VisitSummary {
   int64_t num_steps;       // of all key tiles
   int32_t max_steps;       // of one
+  int32_t max_late_steps;  // of one in the second half
   int32_t num_visiting;    // key tiles that visit anything
   int32_t num_apart_up;    // neighbours that are at different rows after kSampleStep steps,
   int32_t num_apart_down;  // walking up, walking down
@@ -57,45 +58,54 @@ struct WorkPlan {
       ring_slots;  // of part_heads query heads each; at least 2 * heads_together, or enough for all
 };
 
-constexpr int64_t kL2Bytes = 32 << 20;  // of 50 MB, what items that run together may count on
-constexpr int64_t kTileSteps = 3;       // a change of the key tile, in steps
-constexpr int64_t kSumSteps = 1;        // adding a part's dK and dV to fp32 sums, in steps
-constexpr int64_t kTurnSteps = 2;       // in a fixed order, from one addition to a sum to the next
+constexpr float kL2Bytes = 32 << 20;  // of 50 MB, what items that run together may count on
+constexpr float kTileSteps = 3;       // a change of the key tile, in steps
+constexpr float kSumSteps = 1;        // adding a part's dK and dV to fp32 sums, in steps
+constexpr float kTurnSteps = 2;       // in a fixed order, from one addition to a sum to the next
 constexpr int32_t kMaxTogether = 8;
 
-// Expected duration in 1/256 steps of a multiprocessor, if items have `part_heads` query heads and those of
-// `together` head parts take turns.
-FM3_HOST_DEVICE int64_t plan_cost(const PlanInput& in, const VisitSummary& visits,
-                                  int32_t part_heads, int32_t together) {
-  const int64_t num_parts = in.group / part_heads;
-  const int64_t change = kTileSteps + (num_parts > 1 ? kSumSteps : 0);
-  const int64_t head =  // the work of one head part, evenly spread, in 1/256 steps
-      (visits.num_steps * part_heads + in.num_k_tiles * change) * 256 / in.num_sms;
-  int64_t busy = head * num_parts * in.num_kv_heads;
+// Whether the free mode takes the key tiles of a list in the order of keys, so that neighbours run together,
+// and not the longest ones first: where walks begin together and tiles that come late are cheap against all
+// the work that a multiprocessor has.
+FM3_HOST_DEVICE bool goes_by_key(const PlanInput& in, const VisitSummary& visits) {
+  if (in.group == 1 || choose_walk(visits) != kWalkDownAligned) return false;
+  return int64_t{visits.max_late_steps} * in.max_part_heads * 8 * in.num_sms <=
+         visits.num_steps * in.group * in.num_kv_heads;
+}
+
+// Expected duration in steps of a multiprocessor, if items have `part_heads` query heads and those of
+// `together` head parts take turns. (In float: one thread computes some twenty of these.)
+FM3_HOST_DEVICE float plan_cost(const PlanInput& in, const VisitSummary& visits, int32_t part_heads,
+                                int32_t together) {
+  const float num_parts = in.group / part_heads;
+  const float change = kTileSteps + (num_parts > 1 ? kSumSteps : 0);
+  const float num_steps = visits.num_steps, num_k_tiles = in.num_k_tiles;
+  const float num_head_parts = num_parts * in.num_kv_heads;
+  // The work of one head part, evenly spread, and of all.
+  const float head = (num_steps * part_heads + num_k_tiles * change) / in.num_sms;
+  float busy = head * num_head_parts;
   // The longest of the last items start when all the others have been claimed.
-  const int64_t longest = (int64_t{visits.max_steps} * part_heads + change) * 256;
-  const int64_t tail = longest - head * together;
+  const float longest = 1.f * visits.max_steps * part_heads + change;
+  const float tail = longest - head * together;
   // What the items that run together touch comes through L2 again and again if it is more than that
   // holds: up to an eighth.
-  const int64_t touched =
-      visits.num_steps / larger(visits.num_visiting, 1) * part_heads * together * in.step_bytes;
-  const int64_t excess = touched - kL2Bytes;
-  if (excess > 0) busy += busy / 32 * (excess < 4 * kL2Bytes ? excess : 4 * kL2Bytes) / kL2Bytes;
+  const float touched =
+      num_steps / larger(visits.num_visiting, 1) * part_heads * together * in.step_bytes;
+  const float excess = touched / kL2Bytes - 1;
+  if (excess > 0) busy += busy / 32 * (excess < 4 ? excess : 4);
   if (in.is_deterministic) {
     // Neighbours that begin at the same row tile wait there for their turns.
-    const int64_t late = kTurnSteps * 256 - head * together / in.num_k_tiles;
+    const float late = kTurnSteps - head * together / num_k_tiles;
     if (late > 0 && choose_walk(visits) == kWalkUpAligned) {
-      busy += late * num_parts * in.num_kv_heads * in.num_k_tiles / in.num_sms * 4;
+      busy += late * 4 * num_head_parts * num_k_tiles / in.num_sms;
     }
     // Parts of a head that run at the same time wait for each other at their ends.
     if (num_parts > 1 && in.num_k_tiles < 2 * in.num_sms) busy += busy / 2;
   }
-  // A head part keeps its ring slot for as long as its longest item, which may convert every sum that it
-  // adds to and is slower by half then; whoever claims for a later head waits.
-  const int64_t open_heads = (longest * 3 / 2) / (head > 0 ? head : 1) + together + 1;
-  const int64_t slots = in.ring_heads / part_heads;
-  if (open_heads > slots && num_parts * in.num_kv_heads > slots)
-    busy += busy / slots * (open_heads - slots);
+  // A head part keeps its ring slot for as long as its longest item; whoever claims for a later head waits.
+  const float open_heads = 1.5f * longest / (head > 0 ? head : 1) + together + 1;
+  const float slots = in.ring_heads / part_heads;
+  if (open_heads > slots && num_head_parts > slots) busy += busy / slots * (open_heads - slots);
   return busy + (tail > 0 ? tail : 0);
 }
 
@@ -106,16 +116,16 @@ FM3_HOST_DEVICE int64_t plan_cost(const PlanInput& in, const VisitSummary& visit
 // Tested by:  test/unit/test_sm90_bwd_plan.py
 FM3_HOST_DEVICE WorkPlan choose_plan(const PlanInput& in, const VisitSummary& visits) {
   WorkPlan plan = {in.max_part_heads, 1, 1, 1};
-  int64_t best = plan_cost(in, visits, plan.part_heads, 1);
+  float best = plan_cost(in, visits, plan.part_heads, 1);
   for (int32_t heads = in.max_part_heads; heads > 0; --heads) {
     if (heads < in.max_part_heads && !in.can_cut) break;
     if (in.group % heads != 0) continue;
     const int32_t slots = in.ring_heads / heads;
     for (int32_t together = 1; together <= kMaxTogether; together *= 2) {
       if (together > 1 && 2 * together > slots) break;
-      const int64_t cost = plan_cost(in, visits, heads, together);
+      const float cost = plan_cost(in, visits, heads, together);
       // Only for a gain that can be seen; heads that take turns lose more in L2 than the model knows.
-      const int64_t least = cost / (together == 1 || in.is_deterministic ? 128 : 16);
+      const float least = cost / (together == 1 || in.is_deterministic ? 128 : 16);
       if (cost + least >= best) continue;
       best = cost;
       plan.part_heads = heads;

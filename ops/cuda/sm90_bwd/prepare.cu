@@ -101,17 +101,19 @@ __global__ void __launch_bounds__(kThreads)
 // --- 3. Order of the key tiles, and the row tiles that share a sum ------------------------------
 // What the key tiles of a list visit, the same in all threads of a block.
 __device__ VisitSummary summarize(const KernelArgs& args, int64_t tiles_begin) {
-  __shared__ int32_t smem_sums[4];
+  __shared__ int32_t smem_sums[5];
   __shared__ unsigned long long smem_steps;
-  if (threadIdx.x < 4) smem_sums[threadIdx.x] = 0;
+  if (threadIdx.x < 5) smem_sums[threadIdx.x] = 0;
   if (threadIdx.x == 0) smem_steps = 0;
   __syncthreads();
   int64_t num_steps = 0;
-  int32_t max_steps = 0, num_visiting = 0, num_apart_up = 0, num_apart_down = 0;
+  int32_t max_steps = 0, max_late_steps = 0;
+  int32_t num_visiting = 0, num_apart_up = 0, num_apart_down = 0;
   for (int32_t idx = threadIdx.x; idx < args.num_k_tiles; idx += kThreads) {
     const int32_t steps = args.tile_steps[tiles_begin + idx];
     num_steps += steps;
     max_steps = max(max_steps, steps);
+    if (idx >= args.num_k_tiles / 2) max_late_steps = max(max_late_steps, steps);
     num_visiting += steps > 0;
     const int2 own = args.sample_rows[tiles_begin + idx];
     const int2 next = idx + 1 < args.num_k_tiles ? args.sample_rows[tiles_begin + idx + 1] : own;
@@ -119,6 +121,7 @@ __device__ VisitSummary summarize(const KernelArgs& args, int64_t tiles_begin) {
     num_apart_down += own.y != next.y;
   }
   max_steps = __reduce_max_sync(kAllLanes, max_steps);
+  max_late_steps = __reduce_max_sync(kAllLanes, max_late_steps);
   num_visiting = __reduce_add_sync(kAllLanes, num_visiting);
   num_apart_up = __reduce_add_sync(kAllLanes, num_apart_up);
   num_apart_down = __reduce_add_sync(kAllLanes, num_apart_down);
@@ -129,16 +132,21 @@ __device__ VisitSummary summarize(const KernelArgs& args, int64_t tiles_begin) {
   if (threadIdx.x % 32 == 0) {
     atomicAdd(&smem_steps, static_cast<unsigned long long>(num_steps));
     atomicMax(&smem_sums[0], max_steps);
-    atomicAdd(&smem_sums[1], num_visiting);
-    atomicAdd(&smem_sums[2], num_apart_up);
-    atomicAdd(&smem_sums[3], num_apart_down);
+    atomicMax(&smem_sums[1], max_late_steps);
+    atomicAdd(&smem_sums[2], num_visiting);
+    atomicAdd(&smem_sums[3], num_apart_up);
+    atomicAdd(&smem_sums[4], num_apart_down);
   }
   __syncthreads();
-  return {static_cast<int64_t>(smem_steps), smem_sums[0], smem_sums[1], smem_sums[2], smem_sums[3]};
+  return {static_cast<int64_t>(smem_steps),
+          smem_sums[0],
+          smem_sums[1],
+          smem_sums[2],
+          smem_sums[3],
+          smem_sums[4]};
 }
 
-// Free order: longest first, so that what starts last is short; where the key tiles of a mask are aligned
-// at their last rows, by key instead, so that neighbours run together. Fixed order (deterministic): from
+// Free order: longest first, so that what starts last is short, or by key (goes_by_key). Fixed order (deterministic): from
 // the last key tile down. Every row tile is then summed in that order, and under a causal rule or a
 // window the tiles reach it in that order by themselves, because a later tile starts at later rows.
 __global__ void __launch_bounds__(kThreads) order_kernel(KernelArgs args) {
@@ -154,7 +162,7 @@ __global__ void __launch_bounds__(kThreads) order_kernel(KernelArgs args) {
   }
   if (args.is_deterministic) {
     if (is_tile) args.tile_order[tiles_begin + args.num_k_tiles - 1 - tile_idx] = tile_idx;
-  } else if (walk == kWalkDownAligned && args.group > 1) {
+  } else if (goes_by_key(args.plan_input, visits)) {
     if (is_tile) args.tile_order[tiles_begin + tile_idx] = tile_idx;
   } else {
     const int32_t own_steps = is_tile ? args.tile_steps[tiles_begin + tile_idx] : 0;
