@@ -59,13 +59,11 @@ struct KernelArgs {
   // All zero at first:
   int32_t* next_work;
   int32_t *next_finished, *next_conversion;  // places in `finished`: to fill, to convert
-  int32_t*
-      finished;  // [b * h_q * num_q_tiles * dq_parts] complete sums, 1 + their index, as they come
+  int32_t* finished;     // [b * h_q * num_q_tiles * dq_parts] complete sums as they come: index + 1
   int32_t* visits;       // [b, h_mask, num_q_tiles] visiting key tiles
   int32_t* shared_rows;  // [b, h_mask] row tiles with more than one visitor
   int32_t* head_done;    // [b * h_q / part_heads] shared row tiles converted
-  int32_t*
-      kv_counts;  // [kv_sum_heads, num_k_tiles, 8 warps] parts that are in a sum, and sums that were taken
+  int32_t* kv_counts;    // [kv_sum_heads, num_k_tiles, 8 warps] parts in a sum, sums taken
   int32_t* ring_counts;  // [ring_heads, num_q_tiles, dq_parts]
   float* dq_ring;        // [ring_heads, num_q_tiles, dq_parts, kBlockQ * dim / dq_parts]
   float* kv_sums;        // [kv_sum_heads, num_k_tiles, block_k * (dim_qk + dim_v)]
