@@ -137,17 +137,21 @@ class LateKeys:
         torch.cuda.synchronize()
 
     def run(self, *, delay_ms: float, is_sent: bool = True, timeout_us: int = 2_000_000) -> None:
-        """Copies and kernel, enqueued; the copies start `delay_ms` after the kernel may."""
+        """Kernel and copies, enqueued; copies are enqueued `delay_ms` after the kernel.
+
+        NOTE: the host waits; a kernel that waits in the copies' stream may find no multiprocessor beside the forward.
+        """
         word = self._words.data_ptr()
         self.device.write_word(self.stream.cuda_stream, word, self._num_local)
         self.copy_stream.wait_stream(self.stream)
         if delay_ms:
-            with torch.cuda.stream(self.copy_stream):
-                torch.cuda._sleep(int(delay_ms * 1.7e6))
+            self._launch(word, timeout_us)
+            time.sleep(1e-3 * delay_ms)
         for copies, end in self._pieces if is_sent else []:
             self.device.copy(copies, self.copy_stream.cuda_stream)
             self.device.write_word(self.copy_stream.cuda_stream, word, end)
-        self._launch(word, timeout_us)
+        if not delay_ms:
+            self._launch(word, timeout_us)
         self.stream.wait_stream(self.copy_stream)
 
     def _launch(self, word: int | None, timeout_us: int) -> None:
