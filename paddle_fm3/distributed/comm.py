@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives of one context-parallel group: post, then wait, with a bounded wait and a named culprit.
 
-The only file of the package that calls `paddle.distributed` collectives. On gloo they run on a communication
+Tensors go through `paddle.distributed` collectives only here and in `device_nccl`. On gloo they run on a communication
 thread, so that a transfer proceeds beside compute and a rank that stalls can be given up on; gloo lacks
 reduce_scatter, which becomes all_reduce + slice, and its fp16 sum overflows to inf, so 16-bit sums travel as
 fp32. On NCCL the native collectives run on the current stream, and small records go through the job's store.

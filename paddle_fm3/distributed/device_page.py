@@ -7,7 +7,7 @@ read why, also after the process that wrote it has ended.
     name           written by                        waited for by              then it is safe to
     ready[r][n]    rank r's stream, batch n          streams that copy from r   read the sends of batch n of rank r
     pulled[r]      rank r's stream, after its copies streams of any rank        overwrite sends up to that batch
-    status[r]      rank r's kernel, giving up        -                          -
+    status[r]      rank r's stream, after a kernel   -, read by rank r's watch  say that the kernel gave up
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeviceWork: one rank's share of a CpPlan as tables of rows, for an executor that enqueues and decides nothing.
 
-Pure: NumPy only. Rows become bytes when tensor sizes are known (`device_execute`).
+Pure: NumPy only. Rows become bytes when tensor sizes are known (`device_bind`).
 
 Partial sums of dK and dV. A message whose rows nobody has added to yet is the kernel's own output and travels as
 it is, from the *part* buffer. A message that passes on received sums is made first: `sum_table` says which staged rows

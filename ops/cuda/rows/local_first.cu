@@ -8,7 +8,7 @@ namespace fm3::sm90 {
 namespace {
 
 constexpr uint32_t kAllLanes = 0xFFFFFFFF;
-static_assert(sizeof(TileCost) == sizeof(QueryTileEntry), "tile_costs serves as scratch");
+static_assert(sizeof(TileCost) == sizeof(QueryTileEntry), "costs serve as scratch");
 
 // One warp a list, of single tiles or of pairs (blockIdx.y): a stable partition of its order.
 __global__ void __launch_bounds__(32) local_first_kernel(ScheduleView schedule, int32_t k_end) {

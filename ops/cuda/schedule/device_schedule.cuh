@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The prepared schedule of one mask on the device: what the forward and backward kernels read
-// instead of the mask's O(s_k) bounds. Built once a mask (build.cu), read by every layer.
+// The prepared schedule of one mask on the device: where the forward's query tiles find the key
+// columns they visit. Built once a mask (build.cu), read by every layer. The backward makes lists of
+// its own (sm90_bwd/prepare.cu) and shares the rules of this file.
 //
 // One blob of bytes, addressed through `ScheduleView`:
 //   order   per (b, h_mask): the query tiles, dearest first, each with its number of spans
@@ -73,9 +74,9 @@ struct SpanLists {
   int32_t count;
 };
 
-// Items over all lists of the mask.
+// Over all lists of the mask.
 struct ScheduleTotals {
-  unsigned long long tile_items, pair_items;  // as atomicAdd takes them
+  unsigned long long tile_items, pair_items;  // of the type that atomicAdd takes
   // Entries at the end of each order that need keys still to come; 0 but for order_local_first.
   int32_t late_tiles, late_pairs;
 };
@@ -163,7 +164,7 @@ FM3_HOST_DEVICE bool touches(const HiddenRows& rows, int32_t q_begin, int32_t q_
 
 // Class of columns [k_begin, k_end) of one hull for rows [q_begin, q_end): kSkip and kFull are
 // certain, kPartial means "look at the columns".
-// Claim:      a hull's SKIP tile is hidden, its FULL tile is clear.
+// Claim:      a hull's kSkip tile is hidden, its kFull tile is clear.
 // Because:    every column hides the common part, and nothing outside the hull part.
 // Breaks if:  the hull was built from other bounds than the ones the kernel masks with.
 // Tested by:  test/unit/test_sm90_spans.py (brute force over random masks)

@@ -111,7 +111,7 @@ struct Sizes {
 // tile_full[2]      1               loader            consumers, writer     read tile[.]
 // tile_empty[2]     8 + 1           consumers, writer loader                overwrite tile[.]
 // k_full, v_full    1 + bytes       loader (TMA)      consumers             read k, v
-// k_empty, v_empty  8               consumers         loader                overwrite k, v
+// k_empty, v_empty  8               consumers         loader                overwrite k, v: d <= 128 next V, K
 // q_full[.]         1 + bytes       loader (TMA)      consumers             read q, lse, info
 // q_empty[.]        8               consumers         loader                overwrite q, lse
 // dout_full[.]      1 + bytes       loader (TMA)      consumers             read dout, minus_delta, bounds
@@ -121,9 +121,12 @@ struct Sizes {
 // dq_back_full[.]   1 + bytes       converter (bulk)  that converter        read dq_back[.]
 // event_full[8]     1              writer            counter               read event[.]
 // event_empty[8]    1               counter           writer                overwrite event[.]
-// kStepBarrier      256             consumers         consumers             read both halves of ds; at a tile's
-//                                                                           end: stage gradients there, in dout, q
-// kGroupBarrier + g 128             warpgroup g       warpgroup g           store what it staged; overwrite it
+// kStepBarrier      256             consumers         consumers             read both halves of ds, cleared rows of
+//                                                                           q, dout; at a tile's end: stage dV, dK there
+// kGroupBarrier + g 128             warpgroup g       warpgroup g           store what it staged; overwrite it; read
+//                                                                           cleared rows of v
+// Only d <= 128 stages dV and dK: of a tile's last dout and q the first warp of each group signals *_empty in
+// the next tile, when TMA has read them.
 template <class C>
 struct alignas(1024) Smem {
   typename C::T kv[C::kBlockK * (C::kDim + C::kDimV)];  // panels of 64 columns; see KvPlaces

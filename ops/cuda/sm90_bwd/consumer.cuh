@@ -2,12 +2,12 @@
 // Warpgroups 1 and 2: the products. Each owns 64 of the 128 keys of S, dP, dK and dV, and half of
 // the columns of dQ, for which both halves of dS meet in shared memory once a step.
 //
-// Order of one step i. Both warpgroups run in step: they meet once a step.
+// Order of one step i. Both warpgroups run in step: they meet once a step, twice more at a tile's end.
 //     P_i = exp2(S_i scale - lse)                    while dQ_{i-1} and dK_{i-1} run
 //     stage dQ_{i-1}, load delta, hand dQ_{i-1} over | issue dP_i (on top of -delta), dV_i
 //     dS_i = P_i dP_i, store                         while dV_i runs
 //     issue S_{i+1}, load lse | meet | issue dQ_i, dK_i
-// Floors of a step at d = 128, in cycles: 2560 of the tensor cores, 3000 of shared memory, 2000 for
+// Floors of a step at d = 128, in cycles: 2560 of the tensor cores, 3300 of shared memory, 2000 for
 // the reduction to read its 32 KB. results/sm90_bwd.md has what other orders took.
 #pragma once
 

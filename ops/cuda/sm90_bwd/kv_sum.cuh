@@ -11,7 +11,8 @@
 //             of work, so a running CTA has claimed them.
 // Breaks if:  parts of one head are not listed in ascending order at each place, or the consumers of a
 //             CTA that is waited for wait themselves for something claimed later.
-// Tested by:  test/gpu/test_sm90_bwd.py (test_parts_of_a_group), test/unit/test_sm90_bwd_plan.py (order)
+// Tested by:  test/gpu/test_sm90_bwd.py (test_parts_of_a_group, test_rooms_of_parts_are_reused),
+//             test/unit/test_sm90_bwd_plan.py (order)
 #pragma once
 
 #include "dq.cuh"

@@ -65,8 +65,10 @@ struct FwdConfig {
   // mask_empty[m]     8 warps           consumers           mask warps   overwrite mask_bits[m]
   // tile_full[t]      1                 loader              mask warps   read tile[t]
   // tile_empty[t]     3 warps           mask warps          loader       overwrite tile[t]
-  // claim_full[c]     1 + 4 bytes       rank 0's loader     rank 1's     read claim[c]
-  // With pairs, k_empty and v_empty take twice the arrivals: the consumers of both CTAs.
+  // claim_full[c]     1 + 4 bytes       both loaders        rank 1's     read claim[c]
+  // named 1 + group   256               the other group     that group   issue the next products
+  // With pairs, k_empty and v_empty take twice the arrivals: the consumers of both CTAs. On claim_full
+  // rank 1's loader arrives, and rank 0's store brings the bytes.
   struct Tile {
     int32_t q_tile_idx, h_idx, b_idx, num_spans;  // num_spans 0: no more tiles
   };

@@ -2,7 +2,7 @@
 // The forward kernel: persistent CTAs of one producer and two consumer warpgroups.
 //
 //   loader warp   claims a query tile, walks its spans, copies Q, K, V by TMA two steps ahead
-//   mask warps    for partial steps: bounds -> bits, up to four steps ahead
+//   mask warps    for partial steps: bounds -> bits, up to kMaskSlots steps ahead
 //   consumers     64 rows each, taking turns on the tensor cores
 //
 // Compiled twice into one kernel: each CTA for itself, and two CTAs of a cluster on neighbouring query
