@@ -35,9 +35,10 @@ def call_us(plan: CpPlan, cost: CostModel) -> float:
 def choose_bwd_style(plan: CpPlan, cost: CostModel, is_causal: bool) -> str:
     """The `bwd_style` of `DeviceWork.of` with the least estimated time: "plan", "two" or "one". The same on every rank.
 
-    Under a causal rule own and received keys are never in one call. The Hopper backward then takes key tiles in their
-    order, as if later ones were cheaper; received ones come last and are seen by nearly all rows. On two H200s a
-    backward in two calls took 20 and 23 % less than in one with 8K rows a rank, 3 and 18 % less with 32K.
+    Under a causal rule the calls of a plan are not joined to one. On two H200s a backward in two calls took 20 and 23 %
+    less than in one with 8K rows a rank, 3 and 18 % less with 32K: the Hopper backward took key tiles in their order,
+    as if later ones were cheaper, but received ones come last and are seen by nearly all rows. Since then it starts
+    with the longest where items are few (`goes_by_key`, ops/cuda/sm90_bwd/plan.h); one call was not timed again.
 
     Args:
         cost: with the heads and the links of the run.

@@ -34,8 +34,8 @@ FM3_EXPORT int32_t fm3_sm90_fwd(const fm3::FwdParams* params, void* stream);
 FM3_EXPORT int32_t fm3_sm90_bwd(const fm3::BwdParams* params, void* stream);
 FM3_EXPORT int64_t fm3_sm90_fwd_workspace_bytes(const fm3::FwdParams* params);
 FM3_EXPORT int64_t fm3_sm90_bwd_workspace_bytes(const fm3::BwdParams* params);
-// Device bytes and content of a prepared schedule (params.schedule), reusable by every layer with
-// this mask and by both directions; opaque to callers.
+// Device bytes and content of a prepared schedule (params.schedule), reusable by the forward of every
+// layer with this mask (the backward does not read it); opaque to callers.
 FM3_EXPORT int64_t fm3_sm90_schedule_bytes(const fm3::MaskView* mask);
 FM3_EXPORT int32_t fm3_sm90_build_schedule(const fm3::MaskView* mask, void* schedule, void* stream);
 // The first pass of fm3_sm90_build_schedule alone, the only one that reads all bounds: to time it.
