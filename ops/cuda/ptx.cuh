@@ -109,8 +109,8 @@ __device__ __forceinline__ bool mbar_try_wait(Barrier* barrier, uint32_t parity)
       : "memory");
   return is_done != 0;
 }
-// Returns once the phase of this parity has completed. FM3_SPIN_LIMIT (tests) turns a hang into a
-// trap, so that a wrong schedule fails instead of holding the device.
+// Returns once the phase of this parity has completed. FM3_SPIN_LIMIT (cycles; for builds that
+// look for a hang) turns one into a trap, instead of holding the device.
 __device__ __forceinline__ void mbar_wait(Barrier* barrier, uint32_t parity) {
 #ifdef FM3_SPIN_LIMIT
   const long long begin = clock64();
