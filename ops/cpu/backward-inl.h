@@ -62,7 +62,7 @@ int64_t backward_scratch_bytes(const Shape& shape) {
 //             causal document, say) gets no gradient made of rounding errors.
 // Because:    out is then v itself, and the products are summed here in gemm's order, one by one.
 // Breaks if:  the order here or in micro_kernel changes.
-// Tested by:  test_c_abi_oracle.py::test_rows_with_one_visible_key_have_exact_zero_gradient
+// Tested by:  test/cpu/test_c_abi_oracle.py::test_rows_with_one_visible_key_have_exact_zero_gradient
 void backward_delta(const BwdParams& params, int32_t b_idx, int32_t h_q_idx, int32_t q_tile_idx,
                     float* delta, void* scratch_block) {
   const Shape& shape = params.shape;

@@ -146,9 +146,10 @@ __device__ VisitSummary summarize(const KernelArgs& args, int64_t tiles_begin) {
           smem_sums[4]};
 }
 
-// Free order: longest first, so that what starts last is short, or by key (goes_by_key). Fixed order (deterministic): from
-// the last key tile down. Every row tile is then summed in that order, and under a causal rule or a
-// window the tiles reach it in that order by themselves, because a later tile starts at later rows.
+// Free order: longest first, so that what starts last is short, or by key (goes_by_key). Fixed order
+// (deterministic): from the last key tile down. Every row tile is then summed in that order, and under a
+// causal rule or a window the tiles reach it in that order by themselves, because a later tile starts at
+// later rows.
 __global__ void __launch_bounds__(kThreads) order_kernel(KernelArgs args) {
   __shared__ int32_t smem_steps[kThreads];
   const int64_t tiles_begin = int64_t{blockIdx.y} * args.num_k_tiles;
