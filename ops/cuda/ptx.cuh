@@ -9,7 +9,7 @@
 //   fence_*              which proxy must see what before which
 //   named_barrier_*      bar.sync / bar.arrive with an id of the caller's
 //   reg_alloc/dealloc    setmaxnreg
-//   stmatrix/ldmatrix    8x8 b16 matrices between registers and shared memory
+//   ldmatrix             8x8 b16 matrices from shared memory to registers
 #pragma once
 
 #include <cuda.h>
@@ -22,14 +22,6 @@ namespace fm3::ptx {
 
 __device__ __forceinline__ uint32_t smem_addr(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// One lane of a converged warp, always the same one.
-__device__ __forceinline__ bool elect_one() {
-  uint32_t is_elected;
-  asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xffffffff;\n selp.u32 %0, 1, 0, p;\n}\n"
-               : "=r"(is_elected));
-  return is_elected != 0;
 }
 
 // --- mbarrier ----------------------------------------------------------------------------------
@@ -124,7 +116,7 @@ __device__ __forceinline__ void mbar_wait(Barrier* barrier, uint32_t parity) {
 }
 
 // The same for a converged warp, which stays converged. NOTE: after plain mbar_wait lanes may go on
-// apart, and elect_one or bar.arrive would then be executed once a part.
+// apart, and bar.arrive would then be executed once a part.
 __device__ __forceinline__ void mbar_wait_warp(Barrier* barrier, uint32_t parity) {
   mbar_wait(barrier, parity);
   __syncwarp();
@@ -137,10 +129,6 @@ __device__ __forceinline__ void fence_proxy_async() {
 }
 
 // --- TMA ---------------------------------------------------------------------------------------
-__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
-}
-
 // L2 policies as TMA takes them (createpolicy's encodings).
 constexpr uint64_t kEvictNormal = 0x1000000000000000;
 constexpr uint64_t kEvictFirst = 0x12F0000000000000;
@@ -253,20 +241,6 @@ __device__ __forceinline__ void cluster_sync_relaxed() {
 }
 
 // --- Matrix moves ------------------------------------------------------------------------------
-__device__ __forceinline__ void stmatrix_x4(void* smem_dst, uint32_t r0, uint32_t r1, uint32_t r2,
-                                            uint32_t r3) {
-  asm volatile(
-      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_addr(smem_dst)),
-      "r"(r0), "r"(r1), "r"(r2), "r"(r3)
-      : "memory");
-}
-__device__ __forceinline__ void stmatrix_x4_trans(void* smem_dst, uint32_t r0, uint32_t r1,
-                                                  uint32_t r2, uint32_t r3) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   smem_addr(smem_dst)),
-               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
-               : "memory");
-}
 __device__ __forceinline__ void ldmatrix_x4(const void* smem_src, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

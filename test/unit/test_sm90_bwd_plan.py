@@ -62,7 +62,7 @@ def plan_input(
     group, num_k_tiles = h_q // h_kv, -(-s // 128)
     can_cut = can_cut and group > 1
     part = max(x for x in range(1, group + 1) if group % x == 0 and (x * s * 512 <= 128 << 20 or x == 1 or not can_cut))
-    slots = min(b * h_q // part, max(3, 1 + -(-1024 // num_k_tiles)))
+    slots = min(b * h_q // part, max(3, 1 + -(-(1024 if group > 1 else 2560) // num_k_tiles)))
     return PlanInput(group, b * h_kv, num_k_tiles, slots * part, part, can_cut, NUM_SMS, STEP_BYTES, deterministic)
 
 
@@ -145,7 +145,7 @@ def test_choices(library: ctypes.CDLL) -> None:
         return choose(library, plan_input(heads, b, s, **options), visits)
 
     # No group: nothing to cut. Many items: one head at a time.
-    assert chosen((32, 32), 16, 8192, causal(8192)) == Plan(1, 1, 1, 17)
+    assert chosen((32, 32), 16, 8192, causal(8192)) == Plan(1, 1, 1, 41)
     # Where an item would touch more than L2 holds, it has fewer heads.
     assert chosen((32, 4), 4, 32768, causal(32768)).part_heads == 2
     assert chosen((32, 4), 1, 131072, causal(131072)).part_heads == 1

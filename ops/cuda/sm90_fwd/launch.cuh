@@ -37,12 +37,7 @@ constexpr FwdKernel make_kernel(DType dtype) {
             kTileItemCols,
             kPairItemCols,
             launch<FwdConfig<kHeadQk, kHeadV, kTileItemCols, false, T>,
-#ifdef ONLY_SINGLE
-                   FwdConfig<kHeadQk, kHeadV, kTileItemCols, false, T>
-#else
-                   FwdConfig<kHeadQk, kHeadV, kPairItemCols, true, T>
-#endif
-                   >};
+                   FwdConfig<kHeadQk, kHeadV, kPairItemCols, true, T>>};
   } else {
     using Single = FwdConfig<kHeadQk, kHeadV, kTileItemCols / 2, false, T>;
     return {dtype, kHeadQk, kHeadV, Single::kCols, Single::kCols, launch<Single, Single>};
