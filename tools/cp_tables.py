@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from gpu_tables import markdown
+
 Record = dict[str, Any]
 Case = tuple[int, int, str, str]  # ranks, rows a rank, heads, mask
 ALL_GATHERS = ("dual_chunk_allgather", "contiguous_allgather")
@@ -107,10 +109,9 @@ def _table(
         command = command.format(ranks=" ".join(sorted({str(one["ranks"]) for one in used})) or "2")
     if not rows:
         return f"Not measured yet: `{command}`.\n"
-    lines = [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows)]
     devices, commits = (", ".join(sorted({one[key] for one in used})) for key in ("device", "commit"))
     day = max(one["date"] for one in used)[:10]
-    return "\n".join([*lines, "", f"{text} {devices}; commit {commits}; {day}; `{command}`."]) + "\n"
+    return "\n".join([*markdown(header, rows), "", f"{text} {devices}; commit {commits}; {day}; `{command}`."]) + "\n"
 
 
 TABLES: dict[str, Callable[[Iterable[Record]], str]] = {

@@ -92,7 +92,7 @@ def geometric_mean(ratios: Sequence[float | None]) -> str:
     return f"{mean:.3f}" + ("" if len(known) == len(ratios) else f" (of {len(known)})")
 
 
-def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *rows)]
 
 
@@ -136,7 +136,7 @@ def anchor_cases(records: Sequence[Record]) -> str:
         f"{_count(forward, 1)} cases, total in {_count(total, 1)}."
     )
     text = "TFLOP/s by visible pairs, forward / backward / total; bf16, head_dim 128, 32 heads, 128K tokens a case."
-    return "\n".join([*_markdown(header, rows), "", means, "", _caption(records, cases, text)]) + "\n"
+    return "\n".join([*markdown(header, rows), "", means, "", _caption(records, cases, text)]) + "\n"
 
 
 def other_cases(records: Sequence[Record]) -> str:
@@ -165,7 +165,7 @@ def other_cases(records: Sequence[Record]) -> str:
         f"{_count(grouped, 1.05)}."
     )
     text = "TFLOP/s by visible pairs, forward / backward / total; `_gqa4`: 32 query and 4 key/value heads."
-    return "\n".join([*_markdown(header, rows), "", means, "", _caption(records, cases, text)]) + "\n"
+    return "\n".join([*markdown(header, rows), "", means, "", _caption(records, cases, text)]) + "\n"
 
 
 def head_dims(records: Sequence[Record]) -> str:
@@ -181,5 +181,5 @@ def head_dims(records: Sequence[Record]) -> str:
         "TFLOP/s by visible pairs, forward / backward / total; `_gqa8`: 64 query and 8 key/value heads; "
         "`_d192v128`: d_qk 192, d_v 128."
     )
-    table = _markdown(["case", *(LABELS[impl] for impl in impls)], rows)
+    table = markdown(["case", *(LABELS[impl] for impl in impls)], rows)
     return "\n".join([*table, "", _caption(records, list(rows_of), text)]) + "\n"

@@ -101,18 +101,27 @@ __device__ __forceinline__ bool mbar_try_wait(Barrier* barrier, uint32_t parity)
       : "memory");
   return is_done != 0;
 }
-// Returns once the phase of this parity has completed. FM3_SPIN_LIMIT (cycles; for builds that
-// look for a hang) turns one into a trap, instead of holding the device.
-__device__ __forceinline__ void mbar_wait(Barrier* barrier, uint32_t parity) {
+// In builds that look for a hang, FM3_SPIN_LIMIT (cycles) turns one into a trap, instead of holding the
+// device. Otherwise nothing.
+class SpinLimit {
 #ifdef FM3_SPIN_LIMIT
-  const long long begin = clock64();
-  while (!mbar_try_wait(barrier, parity)) {
-    if (clock64() - begin > FM3_SPIN_LIMIT) __trap();
+ public:
+  __device__ __forceinline__ void check() const {
+    if (clock64() - begin_ > FM3_SPIN_LIMIT) __trap();
   }
+
+ private:
+  const long long begin_ = clock64();
 #else
-  while (!mbar_try_wait(barrier, parity)) {
-  }
+ public:
+  __device__ __forceinline__ void check() const {}
 #endif
+};
+
+// Returns once the phase of this parity has completed.
+__device__ __forceinline__ void mbar_wait(Barrier* barrier, uint32_t parity) {
+  const SpinLimit limit;
+  while (!mbar_try_wait(barrier, parity)) limit.check();
 }
 
 // The same for a converged warp, which stays converged. NOTE: after plain mbar_wait lanes may go on

@@ -15,7 +15,7 @@ from paddle.distributed import fleet
 from paddle_fm3.commands._doctor_checks import Check
 from paddle_fm3.distributed import groups
 from paddle_fm3.distributed.attention import flashmask_cp_attention, make_partition
-from paddle_fm3.distributed.comm import Communicator, communicator_for
+from paddle_fm3.distributed.comm import Communicator
 from paddle_fm3.mask import builders
 from paddle_fm3.testing.compare import assert_close_to_oracle
 from paddle_fm3.testing.reference import attention, low_precision_attention
@@ -42,12 +42,12 @@ def group_checks(cp: int | None, config: str | None, own: list[Check]) -> tuple[
     strategy.hybrid_configs = hybrid_configs
     fleet.init(is_collective=True, strategy=strategy)
     rank = int(dist.get_rank())
-    everyone = communicator_for(dist.new_group(list(range(dist.get_world_size()))), TIMEOUT_S)
+    everyone = Communicator(dist.new_group(list(range(dist.get_world_size()))), TIMEOUT_S)
     group = groups.resolve_group()
 
     found = [_layout_check(everyone, group)]
     if group is not None:
-        communicator = communicator_for(group, TIMEOUT_S)
+        communicator = Communicator(group, TIMEOUT_S)
         found.append(_guarded("collectives", lambda: _collectives(communicator)))
         found.append(_guarded("links", lambda: _link_speed(communicator)))
         found.append(_guarded("attention over ranks", lambda: _split_attention(group)))

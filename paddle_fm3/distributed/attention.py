@@ -10,7 +10,7 @@ import paddle
 
 from paddle_fm3.distributed import agreement, call_checks, dist_tensors, groups
 from paddle_fm3.distributed.collective import collective_attention
-from paddle_fm3.distributed.comm import communicator_for
+from paddle_fm3.distributed.comm import Communicator
 from paddle_fm3.distributed.partition import LAYOUTS, Partition
 from paddle_fm3.distributed.plan import CpPlan
 from paddle_fm3.distributed.planned import PlanChoice, plan_attention, planned_attention
@@ -222,7 +222,7 @@ def flashmask_cp_attention(
             reduce_dtype=reduce_dtype, keep_gathered=keep_gathered, timeout_s=timeout_s, trace=trace,
         )  # fmt: skip
     else:
-        communicator = communicator_for(group, timeout_s)
+        communicator = Communicator(group, timeout_s)
         with communicator.one_call("flashmask_cp_attention"):
             out, lse = collective_attention(
                 q, k, v, startend_row_indices, causal, block_mask, strategy if partition is None else partition,

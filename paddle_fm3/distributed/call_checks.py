@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from paddle_fm3.distributed import agreement, groups
-from paddle_fm3.distributed.comm import communicator_for
+from paddle_fm3.distributed.comm import Communicator
 from paddle_fm3.distributed.partition import LAYOUTS, Partition
 from paddle_fm3.distributed.plan import CpPlan
 from paddle_fm3.distributed.strategy import STRATEGIES, Strategy
@@ -108,7 +108,7 @@ def refuse(error: str, group: Any | None, timeout_s: object) -> None:
     """Raises ValueError with these words. Ranks of a gloo group, which are in the same call, raise the same."""
     if group is not None and groups.is_gloo(group):
         bounded_s = float(timeout_s) if _is_finite(timeout_s) and timeout_s > 0 else 60.0  # type: ignore[operator]
-        communicator = communicator_for(group, bounded_s)
+        communicator = Communicator(group, bounded_s)
         agreement.check_agreement(communicator.exchange({"error": error[:300]}, "comparison of shapes and masks"))
     raise ValueError(f"flashmask_cp_attention: {error}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,6 @@ from paddle_fm3.distributed.prepared import (
 from paddle_fm3.distributed.shard import assemble_rows, pad_rows, rows_by_rank
 
 _cache: PreparedCache[tuple[PreparedMask, Kept | None]] = PreparedCache()
-_guards: list[MaskGuard] = []  # this process's, once it has seen a mask on a GPU
 
 
 def collective_attention(
@@ -85,10 +85,10 @@ def collective_attention(
     return [out, lse]
 
 
+@cache
 def _guard() -> MaskGuard:
-    if not _guards:
-        _guards.append(MaskGuard(PaddleDevice()))
-    return _guards[0]
+    """This process's, made when it first sees a mask on a GPU."""
+    return MaskGuard(PaddleDevice())
 
 
 def _agree(

@@ -73,7 +73,7 @@ class _GroupState:
 
 
 class Communicator:
-    """Bounded collectives over one group.
+    """Bounded collectives over one group. All communicators of a group count their collectives together.
 
     Args:
         group: a Paddle ``Group`` of at least two ranks, this process among them.
@@ -321,8 +321,3 @@ def _state_of(group: Any) -> _GroupState:
         groups.settle_job_store()
         state = _states[group.id] = _GroupState(group)
     return state
-
-
-def communicator_for(group: Any, timeout_s: float) -> Communicator:
-    """The group's communicator for calls that wait so long; all of a group's count their collectives together."""
-    return Communicator(group, timeout_s)

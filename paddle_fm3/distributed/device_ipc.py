@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import platform
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from paddle_fm3.distributed.device_held import end_process, end_process_now
 from paddle_fm3.distributed.device_page import FAILURE_OFFSET, NUM_READY_WORDS, SignalPage
 from paddle_fm3.distributed.device_trace import span_of
 from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Ticket
+from paddle_fm3.distributed.rendezvous import machine_name
 from paddle_fm3.distributed.transport import TransportError
 
 Record = dict[str, Any]
@@ -77,10 +77,11 @@ class IpcTransport(DeviceTransport):
 
     def _open_page(self) -> SignalPage:
         page = SignalPage.create(self.num_ranks) if self.rank == 0 else None
-        machine = f"{platform.node()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
         namespace = os.readlink("/proc/self/ns/pid")
         path = str(page.path) if page is not None else None
-        records = self._exchange({"path": path, "machine": machine, "pids": namespace, "gpu": self._device.name()})
+        records = self._exchange(
+            {"path": path, "machine": machine_name(), "pids": namespace, "gpu": self._device.name()}
+        )
         # Copies inside one GPU are kernels, whatever is asked for (seen on an H200): a kernel that holds all
         # multiprocessors and waits for rows would wait for ever.
         self.raises_words = len({record["gpu"] for record in records}) == self.num_ranks

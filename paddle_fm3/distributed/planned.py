@@ -15,7 +15,7 @@ from paddle.autograd import PyLayer
 from paddle_fm3.distributed import agreement, cpu_rows
 from paddle_fm3.distributed.cache import PlanCache
 from paddle_fm3.distributed.collective import gather_bounds
-from paddle_fm3.distributed.comm import CommError, Communicator, communicator_for
+from paddle_fm3.distributed.comm import CommError, Communicator
 from paddle_fm3.distributed.cost import CPU_COST, DEFAULT_COST, CostModel
 from paddle_fm3.distributed.execute import Forwarded, RankRun, RankWork
 from paddle_fm3.distributed.partition import Partition
@@ -135,7 +135,7 @@ def planned_attention(
     Args:
         record: this rank's side of the comparison, which happens here.
     """
-    communicator = None if group is None else communicator_for(group, timeout_s)
+    communicator = None if group is None else Communicator(group, timeout_s)
     with _one_call(communicator):
         plan, mask = agree(record, communicator, bounds, block_mask, choice)
         rank = 0 if communicator is None else communicator.rank

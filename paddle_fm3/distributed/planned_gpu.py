@@ -19,7 +19,7 @@ from paddle.autograd import PyLayer
 
 from paddle_fm3 import _native, _paddle, env
 from paddle_fm3.distributed import agreement, planned
-from paddle_fm3.distributed.comm import CommError, Communicator, communicator_for
+from paddle_fm3.distributed.comm import CommError, Communicator
 from paddle_fm3.distributed.cost import CostModel
 from paddle_fm3.distributed.device import DTYPES, DeviceTensor, Sm90Device
 from paddle_fm3.distributed.device_bind import Heads, PreparedWork
@@ -81,7 +81,7 @@ def planned_attention_on_gpu(
     Args:
         describe: makes this rank's side of the comparison; called when the mask is new.
     """
-    communicator = None if group is None else communicator_for(group, timeout_s)
+    communicator = None if group is None else Communicator(group, timeout_s)
     attention = _attention_of(communicator, timeout_s)
     guard = _guard_of(attention)
     _guarded(attention, guard.check)

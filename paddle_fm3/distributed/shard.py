@@ -15,7 +15,7 @@ import paddle
 from paddle.autograd import PyLayer
 
 from paddle_fm3.distributed import groups
-from paddle_fm3.distributed.comm import Communicator, communicator_for
+from paddle_fm3.distributed.comm import Communicator
 from paddle_fm3.distributed.partition import Partition
 
 
@@ -62,7 +62,7 @@ def unshard_rows(
     """
     axis = _axis_of("unshard_rows", x, axis)
     group = groups.resolve_group(group)
-    communicator = None if group is None else communicator_for(group, timeout_s)
+    communicator = None if group is None else Communicator(group, timeout_s)
     _check_rows(x, partition, communicator, axis)
     if communicator is None:
         return x

@@ -3,17 +3,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
-
 import pytest
+from program import run_program
 
 from paddle_fm3.distributed.device_held import EXIT_STATUS
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Rank 0 waits for rows of rank 1, which never posts them; both live in this process.
 SCRIPT = """
@@ -53,7 +46,5 @@ REASON = "rank 0 of 2: gave up on 'rows stage 1' after 1 s: nothing came from ra
     ],
 )
 def test_a_program_with_rows_that_never_came(how: str, status: int, out: str, err: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "test" / "unit")))}
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SCRIPT), how]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    done = run_program(SCRIPT, how)
     assert (done.returncode, done.stdout, done.stderr) == (status, out, err)

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import socket
-import subprocess
-import sys
-import textwrap
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -26,6 +22,7 @@ import paddle
 import pytest
 from device_support import Group
 from plan_support import random_mask
+from program import run_program
 from test_device_execute import check, make_inputs
 
 from paddle_fm3 import _paddle
@@ -268,10 +265,7 @@ HELD = """
     ],
 )  # fmt: skip
 def test_a_held_process_says_why_and_ends(how: str, status: int, out: str, err: str) -> None:
-    paths = [str(ROOT), *(str(ROOT / "test" / part) for part in ("cpu", "unit", "dist"))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(HELD), how]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    done = run_program(HELD, how)
     assert (done.returncode, done.stdout) == (status, out), done.stderr
     assert "\n".join(line for line in done.stderr.splitlines() if line.startswith("context parallelism")) == err.strip()
 

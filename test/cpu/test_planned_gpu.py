@@ -305,7 +305,8 @@ def test_without_a_plan_a_refilled_mask_is_told_as_well(
 ) -> None:
     """`collective_attention` on one rank, which has all keys; NCCL compares masks only when they are new."""
     monkeypatch.setattr(collective, "_cache", collective.PreparedCache())
-    monkeypatch.setattr(collective, "_guards", [MaskGuard(attention.device)])
+    guard = MaskGuard(attention.device)
+    monkeypatch.setattr(collective, "_guard", lambda: guard)
     monkeypatch.setattr(collective, "is_read_each_time", lambda tensor: False)
     monkeypatch.setattr(collective._GatherKeysValues, "apply", lambda k, v, *_: (k, v))
     case, partition = fp16_case(SINGLE[0]), Partition((0, 64), (0,), 1)

@@ -23,7 +23,7 @@ from rank_inputs import TIMEOUT_S, RankInputs, growth_bytes, start
 from paddle_fm3.attention import flashmask_attention
 from paddle_fm3.distributed import groups
 from paddle_fm3.distributed.attention import flashmask_cp_attention
-from paddle_fm3.distributed.comm import Communicator, communicator_for
+from paddle_fm3.distributed.comm import Communicator
 from paddle_fm3.distributed.partition import dual_chunk_partition
 from paddle_fm3.distributed.shard import shard_rows, unshard_rows
 
@@ -140,7 +140,7 @@ def check_refilled_mask(group: object | None) -> None:
 
 def check_comm(group: object) -> None:
     """fp16 sums do not overflow on the way, results arrive by rank, and a transfer is waited for once."""
-    communicator = communicator_for(group, TIMEOUT_S)
+    communicator = Communicator(group, TIMEOUT_S)
     num_ranks, rank = communicator.num_ranks, communicator.rank
     factors = np.arange(1, num_ranks + 1, dtype=np.float16)[:, None]
     parts = paddle.to_tensor(np.full([num_ranks, 4], 3.0, np.float16) * factors)

@@ -5,28 +5,23 @@ host thread by thread, and the lists alone as made one granule after the other."
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from host_library import compile_for_host
 
 from paddle_fm3.testing.cases import AttentionCase
 from paddle_fm3.testing.native_call import NativeMask
 
-ROOT = Path(__file__).resolve().parents[2]
 TILE_Q = 128
 Spans = list[tuple[int, int, bool]]  # (k_begin, count of items, is_full)
 
 
 def compile_library(folder: Path) -> ctypes.CDLL:
     """test/cpp/sm90_schedule.cc as a library in `folder`."""
-    path = folder / "schedule.so"
     # Fibers jump between stacks, which the checked longjmp refuses.
-    options = ["-std=c++17", "-O2", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE"]
-    command = ["g++", *options, f"-I{ROOT}", f"-I{ROOT}/ops/include"]
-    subprocess.run([*command, str(ROOT / "test/cpp/sm90_schedule.cc"), "-o", str(path)], check=True)
-    library = ctypes.CDLL(str(path))
+    library = compile_for_host("sm90_schedule.cc", folder, "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE")
     library.schedule_bytes.restype = ctypes.c_int64
     return library
 

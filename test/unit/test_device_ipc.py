@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 from device_support import Exchanger, Group, on_ranks
+from program import run_program
 from test_device_execute import make_inputs
 
 from paddle_fm3.distributed.device_execute import DeviceAttention
@@ -206,12 +204,6 @@ def test_a_silent_rank_is_named_in_time() -> None:
             pair.transports[1].post(batch(1), pair.streams[1])
     finally:
         pair.close()
-
-
-def run_program(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
 
 READS_AND_ENDS = """

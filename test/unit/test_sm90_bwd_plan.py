@@ -7,14 +7,12 @@ import ctypes
 import itertools
 import random
 import shutil
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
+from host_library import compile_for_host
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_SMS = 132
 STEP_BYTES = 64 * 128 * 8  # Q, dO (bf16) and dQ (fp32) of 64 rows, head dim 128
 UP, UP_ALIGNED, DOWN_ALIGNED = 0, 1, 2
@@ -46,10 +44,7 @@ class Plan:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    path = tmp_path_factory.mktemp("plan") / "plan.so"
-    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", f"-I{ROOT}", f"-I{ROOT}/ops/include"]
-    subprocess.run([*command, str(ROOT / "test/cpp/sm90_bwd_steps.cc"), "-o", str(path)], check=True)
-    library = ctypes.CDLL(str(path))
+    library = compile_for_host("sm90_bwd_steps.cc", tmp_path_factory.mktemp("plan"))
     library.plan_cost.restype = ctypes.c_float
     return library
 

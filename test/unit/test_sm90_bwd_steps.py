@@ -6,18 +6,16 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
+from host_library import compile_for_host
 
 from paddle_fm3.testing.cases import AttentionCase
 from paddle_fm3.testing.hostile_cases import HOSTILE_CASES
 from paddle_fm3.testing.native_call import NativeMask
 from paddle_fm3.testing.reference import visible_plane
 
-ROOT = Path(__file__).resolve().parents[2]
 SKIP, PARTIAL, FULL = 0, 1, 2
 BLOCK_KS = (128, 64)  # head dims to 128, above
 
@@ -26,10 +24,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    path = tmp_path_factory.mktemp("steps") / "steps.so"
-    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", f"-I{ROOT}", f"-I{ROOT}/ops/include"]
-    subprocess.run([*command, str(ROOT / "test/cpp/sm90_bwd_steps.cc"), "-o", str(path)], check=True)
-    return ctypes.CDLL(str(path))
+    return compile_for_host("sm90_bwd_steps.cc", tmp_path_factory.mktemp("steps"))
 
 
 def step_classes(library: ctypes.CDLL, mask: NativeMask, list_idx: int, block_k: int) -> np.ndarray:

@@ -6,22 +6,17 @@ from __future__ import annotations
 import ctypes
 import itertools
 import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
+from host_library import compile_for_host
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    path = tmp_path_factory.mktemp("place") / "place.so"
-    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", f"-I{ROOT}", f"-I{ROOT}/ops/include"]
-    subprocess.run([*command, str(ROOT / "test/cpp/sm90_tile_place.cc"), "-o", str(path)], check=True)
-    return ctypes.CDLL(str(path))
+    return compile_for_host("sm90_tile_place.cc", tmp_path_factory.mktemp("place"))
 
 
 @pytest.mark.parametrize("b", [1, 3])

@@ -117,15 +117,8 @@ __device__ __forceinline__ void store_gradient(const float (&acc)[N / 2], float 
   }
 }
 
-// threadIdx.x, read at this place: what is computed from it is not kept in registers from before.
-__device__ __forceinline__ uint32_t thread_here() {
-  uint32_t thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
 __device__ __forceinline__ void group_sync() {
-  ptx::named_barrier_sync(kGroupBarrier - 1 + thread_here() / 128, 128);
+  ptx::named_barrier_sync(kGroupBarrier - 1 + read_thread() / 128, 128);
 }
 
 // Writes a warpgroup's [64, kDim] accumulator as two-byte elements to its rows of dK or dV: by way
@@ -140,7 +133,7 @@ __device__ __forceinline__ void store_gradient_tma(const float (&acc)[kDim / 2],
                                                    int32_t group_idx) {
   using T = typename C::T;
   static_assert(kDim <= 128);
-  const uint32_t thread = thread_here();
+  const uint32_t thread = read_thread();
   const uint32_t lane = thread % 32;
   const uint32_t row_bytes = (thread % 128 / 32 * 16 + lane % 16) * 128;
   const uint32_t swizzled = ((lane >> 4) ^ (lane & 7)) * 16;

@@ -63,14 +63,11 @@ __device__ __forceinline__ void fence_proxy_async_all() {
 }
 // Waits until *address >= value. Everything it waits for is done by work claimed earlier.
 __device__ __forceinline__ void wait_at_least(const int32_t* address, int32_t value) {
-#ifdef FM3_SPIN_LIMIT
-  for (int spins = 0; load_acquire(address) < value; ++spins) {
-    if (spins > FM3_SPIN_LIMIT) __trap();
+  const ptx::SpinLimit limit;
+  while (load_acquire(address) < value) {
+    limit.check();
     __nanosleep(40);
   }
-#else
-  while (load_acquire(address) < value) __nanosleep(40);
-#endif
 }
 
 // Part of a group that a query head belongs to, counted over the batch.

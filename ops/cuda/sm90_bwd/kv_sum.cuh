@@ -26,8 +26,8 @@ __device__ __forceinline__ void add_four(float4* address, const float* x) {
 }
 
 // threadIdx.x, read where it is used: what is derived from it would be kept in registers that are few.
-__device__ __forceinline__ int32_t read_thread() {
-  int32_t thread;
+__device__ __forceinline__ uint32_t read_thread() {
+  uint32_t thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }

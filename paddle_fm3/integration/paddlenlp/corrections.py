@@ -16,7 +16,7 @@ from paddlenlp.transformers.qwen2_moe import modeling as qwen2_moe_modeling
 from paddlenlp.transformers.qwen2_moe.modeling import Qwen2MoePretrainingCriterion, Qwen2MoeRotaryEmbedding
 
 from paddle_fm3.distributed import groups
-from paddle_fm3.distributed.comm import Communicator, communicator_for
+from paddle_fm3.distributed.comm import Communicator
 from paddle_fm3.integration.paddlenlp.settings import FlashMask3Settings, RunState
 
 
@@ -54,7 +54,7 @@ def mean_over_ranks(original: Callable, timeout_s: float) -> Callable:
             # Upstream's rule for what counts: ignored labels have loss exactly 0.
             is_counted = (losses > 0).astype("float32")
             totals = paddle.stack([(losses * is_counted).sum(), is_counted.sum()])  # [2]: loss, tokens
-            loss_sum, num_tokens = _SumOverRanks.apply(totals, communicator_for(group, timeout_s)).unbind()
+            loss_sum, num_tokens = _SumOverRanks.apply(totals, Communicator(group, timeout_s)).unbind()
             return loss_sum / paddle.clip(num_tokens, min=1.0)
 
     return forward
@@ -126,7 +126,7 @@ def balance_over_ranks(original: Callable, timeout_s: float) -> Callable:
         num_tokens = paddle.full([1], gates.shape[0], "float32")
         # [2 * experts + 1]: sums of probabilities, of choices, and the tokens they run over
         sums = paddle.concat([gates.astype("float32").sum(axis=0), mask.astype("float32").sum(axis=0), num_tokens])
-        sums = _SumOverRanks.apply(sums, communicator_for(group, timeout_s))
+        sums = _SumOverRanks.apply(sums, Communicator(group, timeout_s))
         probability, choice, num_tokens = paddle.split(sums, [self.num_experts, self.num_experts, 1])
         return (probability * choice).sum() * self.num_experts / num_tokens.squeeze() ** 2
 

@@ -23,7 +23,7 @@ from paddlenlp.trainer import TrainerCallback
 from paddlenlp.trainer.trainer import Trainer
 from paddlenlp.utils.log import logger
 
-from paddle_fm3.distributed.comm import communicator_for
+from paddle_fm3.distributed.comm import Communicator
 from paddle_fm3.integration.paddlenlp.experts import ExpertGroups, expert_groups
 from paddle_fm3.integration.paddlenlp.settings import FlashMask3Settings, RunState
 
@@ -57,7 +57,7 @@ class ExpertGradients(TrainerCallback):
 
     def __init__(self, model: nn.Layer, found: ExpertGroups, num_replicas: int, timeout_s: float) -> None:
         self.parameters = [parameter for parameter in model.parameters() if is_split(parameter)]
-        self.copies = None if found.copies is None else communicator_for(found.copies, timeout_s)
+        self.copies = None if found.copies is None else Communicator(found.copies, timeout_s)
         self.num_replicas = num_replicas
 
     def on_optimizer_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -114,7 +114,7 @@ def _norm_of_all_experts(original: Callable, settings: FlashMask3Settings) -> Ca
         if found is None:
             return original(self, params_grads)
         square = sum((grad.astype("float32") ** 2).sum() for grad in own)
-        communicator = communicator_for(found.split, settings.cp_timeout_s)
+        communicator = Communicator(found.split, settings.cp_timeout_s)
         squares = communicator.post_all_gather(square.reshape([1]), "norms of experts").wait()
         # Added before upstream sums over the sharding group, where every rank adds it.
         self.fm3_square = paddle.concat(squares).sum() / self._hcg.get_sharding_parallel_world_size()

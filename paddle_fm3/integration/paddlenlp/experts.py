@@ -25,7 +25,7 @@ from paddlenlp.transformers.moe_layer import MoELayer
 from paddlenlp.transformers.qwen2_moe.modeling import Qwen2MoePretrainedModel
 
 from paddle_fm3.distributed import groups
-from paddle_fm3.distributed.comm import Communicator, communicator_for
+from paddle_fm3.distributed.comm import Communicator
 from paddle_fm3.integration.paddlenlp.settings import FlashMask3Settings, RunState
 
 Counts = NDArray[np.int64]
@@ -208,7 +208,7 @@ def _by_index(settings: FlashMask3Settings) -> Callable:
         if self.fm3_groups is None:
             out_rows = _run(self.experts, range(num_experts), counts.tolist(), rows)
         else:
-            communicator = communicator_for(self.fm3_groups.split, settings.cp_timeout_s)
+            communicator = Communicator(self.fm3_groups.split, settings.cp_timeout_s)
             out_rows = _run_split(self.experts, self.fm3_own, counts, rows, communicator)
         pair_weights = paddle.gather_nd(weights, paddle.stack([token_idx, expert_idx], axis=1))  # [n]
         weighted = (out_rows * pair_weights.astype(out_rows.dtype).unsqueeze(-1)).astype("float32")
