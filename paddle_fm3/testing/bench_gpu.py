@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU half of tools/bench_attention.py: forward and backward of every implementation of a case, in turns.
+"""The GPU half of tools/bench_attention.py: forward and backward of every implementation of a case.
 
-A power-limited chip is slower hot than cold, and faster right after work that needs little power. So, after half a
-second of heating with the first implementation, each one's forward and then its backward run alone for a while,
-untimed until the chip is as hot as that work makes it, then timed by CUDA events between calls that are
-enqueued ahead of the device; all implementations take two turns, the second in the opposite order. A total is forward
-plus backward. Clock and power are sampled meanwhile. Before that every output is compared with fp32: all rows and keys
-of the first and the last key/value head and their query heads (with grouped queries of the first one only).
+Each block of timed calls follows half a second of the same calls (gpu_timing.py); from case to case the order of the
+implementations is turned round, so that none always comes first. A total is forward plus backward. The clock at which
+a block ran, and so its cycles, and the power are kept beside its time. Before that every output is compared with fp32:
+all rows and keys of the first and the last key/value head and their query heads (with grouped queries of the first one
+only).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from paddle_fm3.testing.gpu_call import GpuMask, Sm90
 from paddle_fm3.testing.gpu_peers import Attention, Problem
 from paddle_fm3.testing.gpu_power import PowerLog
 from paddle_fm3.testing.gpu_reference import reference_head, relative_error
+from paddle_fm3.testing.gpu_timing import Block, measure_matmul, time_block, time_cold, time_in_a_row
 
 IMPLS = gpu_peers.IMPLS
 CASES = (
@@ -36,19 +35,11 @@ CASES = (
 )
 COLUMNS = {
     "attention": ("case", "impl", "phase", "dtype", "ms_median", "ms_p10", "ms_p90", "repeats", "tflops_exact",
-                  "tflops_block", "refcheck"),
+                  "tflops_block", "sm_mhz", "mcycles", "watts", "refcheck"),
     "schedule": ("case", "us_scan_median", "us_lists_median", "us_median", "us_p10", "us_p90", "us_cold_median",
                  "schedule_bytes", "refcheck"),
 }  # fmt: skip
-HEATING_S = 0.5
-TURNS, WARM_S, TIMED_S = 2, 0.06, 0.08  # of each implementation and phase
-LONG_S, LONG_TIMED_S = 0.1, 0.7  # forward and backward together: longer calls warm the chip themselves
-MIN_CALLS, MAX_CALLS = 3, 40  # timed in a turn; long calls may be fewer
 MAX_RELATIVE_ERROR = 5e-3  # in the Frobenius norm, against fp32; rounding P, dS and the result to bf16 gives 2.4e-3
-_WAIT_CYCLES = 2_000_000  # about a millisecond: longer than the host takes to enqueue a call
-_FLUSH_BYTES = 256 << 20  # several times the L2
-
-Call = Callable[[], Any]
 
 
 def run(bench: str, options: BenchOptions) -> Iterator[Record]:
@@ -68,13 +59,14 @@ def run(bench: str, options: BenchOptions) -> Iterator[Record]:
         return
     matmul_tflops = measure_matmul()
     with PowerLog(str(torch.cuda.get_device_properties(0).uuid)) as power:
-        for text in options.cases or CASES:
+        for idx, text in enumerate(options.cases or CASES):
             name, _, own_impls = text.partition(":")
             impls = tuple(own_impls.split(",")) if own_impls else options.impls or IMPLS
             for dtype in options.dtypes or ("bfloat16",):
                 yield from run_case(
-                    identity, name, dtype, impls, matmul_tflops=matmul_tflops, repeats=options.repeats, power=power
-                )
+                    identity, name, dtype, impls, matmul_tflops=matmul_tflops, repeats=options.repeats, power=power,
+                    is_reversed=idx % 2 == 1,
+                )  # fmt: skip
 
 
 def run_case(
@@ -87,28 +79,31 @@ def run_case(
     repeats: int | None = None,
     library: Any = None,
     power: PowerLog | None = None,
+    is_reversed: bool = False,
 ) -> Iterator[Record]:
     """Checks and times every implementation that serves the case.
 
     Args:
         library: default `sm90_library()`.
-        power: an open log; forward and backward lines then have `sm_mhz` and `watts`.
+        power: an open log; forward and backward lines then have `watts`.
+        is_reversed: the last of `impls` is timed first.
     """
     torch.cuda.empty_cache()  # the case before may have had tensors of other sizes
     problem = Problem.of(benchmark_case(name), dtype)
     attentions, errors = make_and_check(problem, impls, library or sm90_library())
-    times, draws = time_in_turns(attentions, repeats, power)
-    for impl, by_phase in times.items():
+    blocks = time_all(attentions, repeats, power, is_reversed=is_reversed)
+    for impl in errors:
         is_deterministic = impl == "fm3_deterministic"
-        for phase, stats in by_phase.items():
-            if is_deterministic and phase == "fwd":
-                continue  # the forward is the same in both modes
+        fwd, bwd = blocks.get((impl, "fwd")) or blocks["fm3", "fwd"], blocks[impl, "bwd"]
+        stats = {"fwd": fwd.stats, "bwd": bwd.stats, "total": _sum(fwd.stats, bwd.stats)}
+        fields: dict[str, Record] = {"fwd": fwd.fields(), "bwd": bwd.fields(), "total": {}}
+        for phase in ("bwd", "total") if is_deterministic else ("fwd", "bwd", "total"):
             measured = {key: value for key, value in errors[impl].items() if phase == "total" or _PHASE[key] == phase}
-            extra: Record = {"errors": measured, **draws.get((impl, phase), {})}
+            extra: Record = {"errors": measured, **fields[phase]}
             if impl.startswith("fm3"):
                 extra["workspace_bytes"] = attentions[impl].workspace_bytes[phase]  # type: ignore[attr-defined]
             yield attention_record(
-                identity, impl.removesuffix("_deterministic"), problem.case, phase, dtype, stats,
+                identity, impl.removesuffix("_deterministic"), problem.case, phase, dtype, stats[phase],
                 refcheck=all(error <= MAX_RELATIVE_ERROR for error in measured.values()),
                 deterministic=is_deterministic or phase == "fwd", matmul_tflops=matmul_tflops, **extra,
             )  # fmt: skip
@@ -157,122 +152,23 @@ def make_and_check(
     return attentions, errors
 
 
-def _both(attention: Attention) -> None:
-    attention.forward()
-    attention.backward()
-
-
-def heat(call: Call, seconds: float) -> float:
-    """Calls for about `seconds`, at least once; returns how long one call took, in seconds."""
-    torch.cuda.synchronize()
-    begin, num_calls = time.perf_counter(), 0
-    while num_calls == 0 or time.perf_counter() < begin + seconds:
-        call()
-        torch.cuda.synchronize()
-        num_calls += 1
-    return (time.perf_counter() - begin) / num_calls
-
-
-def time_in_turns(
-    attentions: dict[str, Attention], repeats: int | None = None, power: PowerLog | None = None
-) -> tuple[dict[str, dict[str, TimingStats]], dict[tuple[str, str], Record]]:
-    """impl -> phase -> milliseconds of a call, and (impl, "fwd" or "bwd") -> what the chip drew meanwhile.
-
-    `repeats`: timed calls in a turn, by default what fits in TIMED_S.
-    """
-    duration_s = heat(lambda: _both(next(iter(attentions.values()))), HEATING_S)
-    num_long = None if duration_s < LONG_S else min(max(1, round(LONG_TIMED_S / duration_s)), MIN_CALLS)
-    times: dict[str, dict[str, list[float]]] = {impl: {"fwd": [], "bwd": []} for impl in attentions}
-    draws: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for turn in range(TURNS):
-        for impl, attention in list(attentions.items())[:: -1 if turn % 2 else 1]:
-            for phase, call in (("fwd", attention.forward), ("bwd", attention.backward)):
-                times_ms, begin_s = time_block(call, repeats, num_long)
-                times[impl][phase] += times_ms
-                draw = power and power.between(begin_s, time.perf_counter())
-                if draw:
-                    draws.setdefault((impl, phase), []).append(draw)
-    stats = {
-        impl: {phase: TimingStats.from_ms(times_ms) for phase, times_ms in by_phase.items()}
-        for impl, by_phase in times.items()
+def time_all(
+    attentions: dict[str, Attention], repeats: int | None, power: PowerLog | None, *, is_reversed: bool
+) -> dict[tuple[str, str], Block]:
+    """(impl, "fwd" or "bwd") -> its block. The deterministic mode has no forward of its own beside the free one."""
+    calls = {
+        (impl, phase): call
+        for impl, attention in list(attentions.items())[:: -1 if is_reversed else 1]
+        for phase, call in (("fwd", attention.forward), ("bwd", attention.backward))
+        if (impl, phase) != ("fm3_deterministic", "fwd") or "fm3" not in attentions
     }
-    for by_phase in stats.values():
-        fwd, bwd = by_phase["fwd"], by_phase["bwd"]
-        by_phase["total"] = TimingStats(
-            fwd.ms_median + bwd.ms_median, fwd.ms_p10 + bwd.ms_p10, fwd.ms_p90 + bwd.ms_p90,
-            min(fwd.repeats, bwd.repeats),
-        )  # fmt: skip
-    means = {key: [sum(column) / len(column) for column in zip(*values, strict=True)] for key, values in draws.items()}
-    return stats, {key: {"sm_mhz": round(mhz), "watts": round(watts)} for key, (mhz, watts) in means.items()}
+    return {key: time_block(call, repeats, power) for key, call in calls.items()}
 
 
-def time_block(call: Call, repeats: int | None, num_long: int | None) -> tuple[list[float], float]:
-    """Milliseconds of calls that follow each other without a gap, and when they began (perf_counter).
-
-    `num_long`: how many of calls that need no warming.
-    """
-    if num_long is None:
-        num_calls = repeats or min(max(MIN_CALLS, int(TIMED_S / heat(call, WARM_S))), MAX_CALLS)
-    else:
-        num_calls = repeats or num_long
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_calls + 1)]
-    begin_s = time.perf_counter()
-    torch.cuda._sleep(_WAIT_CYCLES)
-    for event in events[:-1]:
-        event.record()
-        call()
-    events[-1].record()
-    events[-1].synchronize()
-    return [begin.elapsed_time(end) for begin, end in zip(events, events[1:])], begin_s  # noqa: B905
-
-
-def time_call(call: Call, seconds: float, repeats: int | None) -> list[float]:
-    """Milliseconds of single calls by CUDA events: `repeats` of them, or at least 3 over `seconds`."""
-    call()
-    times_ms: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times_ms) < (repeats or 3) or (repeats is None and time.perf_counter() < end):
-        begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin_event.record()
-        call()
-        end_event.record()
-        end_event.synchronize()
-        times_ms.append(begin_event.elapsed_time(end_event))
-    return times_ms
-
-
-def measure_matmul(size: int = 8192, repeats: int = 100) -> float:
-    """TFLOP/s of a bf16 size^3 product after heating with it: median of `repeats`."""
-    a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    heat(lambda: a @ b, HEATING_S)
-    times_ms = time_call(lambda: a @ b, 0.0, repeats)
-    return float(f"{2 * size**3 / TimingStats.from_ms(times_ms).ms_median * 1e-9:.5g}")
-
-
-def time_in_a_row(call: Call, calls: int = 50, replays: int = 9) -> TimingStats:
-    """Microseconds (in the fields of milliseconds) of a call: a CUDA graph of `calls` in a row, by their number."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    return TimingStats.from_ms([1e3 * ms / calls for ms in time_call(graph.replay, 0.0, replays)])
-
-
-def time_cold(call: Call, repeats: int = 15) -> TimingStats:
-    """Microseconds (in the fields of milliseconds) of single calls, enqueued ahead, after the L2 was overwritten."""
-    flushed = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    call()
-    times_us = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flushed.fill_(1)
-        torch.cuda._sleep(_WAIT_CYCLES)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times_us.append(1e3 * begin.elapsed_time(end))
-    return TimingStats.from_ms(times_us)
+def _sum(fwd: TimingStats, bwd: TimingStats) -> TimingStats:
+    return TimingStats(
+        fwd.ms_median + bwd.ms_median, fwd.ms_p10 + bwd.ms_p10, fwd.ms_p90 + bwd.ms_p90, min(fwd.repeats, bwd.repeats)
+    )
 
 
 def schedule_record(identity: RunIdentity, case: AttentionCase, library: Any) -> Record:

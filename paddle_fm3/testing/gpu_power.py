@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the chip's clock and power were while something ran: NVML, reading only."""
+"""What the chip's clock and power were while something ran: NVML, reading only, or stamps of the chip's counters."""
 
 from __future__ import annotations
 
@@ -9,9 +9,24 @@ import threading
 import time
 from types import TracebackType
 
+import numpy as np
+from numpy.typing import NDArray
+
 _SM_CLOCK = 1  # nvmlClockType_t
 _POWER_INSTANT = 186  # NVML_FI_DEV_POWER_INSTANT, milliwatts; the plain query averages over a second
 _PERIOD_S = 0.01
+
+
+def megahertz(
+    stamps: NDArray[np.int64],  # [calls + 1, multiprocessors, 2]: cycles, nanoseconds; 0 where nothing was written
+) -> list[float]:
+    """The clock of each call between two stamps: median over the multiprocessors that both reached, NaN if none."""
+    cycles, nanoseconds = np.moveaxis(np.diff(stamps, axis=0), 2, 0)
+    is_known = (stamps[1:] != 0).all(2) & (stamps[:-1] != 0).all(2) & (nanoseconds > 0)
+    return [
+        float(np.median(1e3 * a[known] / b[known])) if known.any() else float("nan")
+        for a, b, known in zip(cycles, nanoseconds, is_known, strict=True)
+    ]
 
 
 class _FieldValue(ctypes.Structure):

@@ -6,9 +6,10 @@ from __future__ import annotations
 import ctypes
 import time
 
+import numpy as np
 import pytest
 
-from paddle_fm3.testing.gpu_power import PowerLog
+from paddle_fm3.testing.gpu_power import PowerLog, megahertz
 
 
 class FakeNvml:
@@ -53,3 +54,13 @@ def test_only_samples_of_the_interval_count(monkeypatch: pytest.MonkeyPatch) -> 
     with PowerLog("56-78") as log:  # NVML knows no such GPU
         time.sleep(0.03)
     assert log.between(begin, time.perf_counter()) is None
+
+
+def test_clock_between_stamps() -> None:
+    """Three calls on four multiprocessors; the second is 1.5 GHz on most, the third reached no one a second time."""
+    stamps = np.zeros((4, 4, 2), np.int64)
+    stamps[0] = [(10, 1_000), (20, 1_000), (30, 1_000), (0, 0)]
+    stamps[1] = [(2_010, 2_000), (2_020, 2_000), (0, 0), (7, 2_000)]  # 2 cycles a nanosecond
+    stamps[2] = [(5_010, 4_000), (5_020, 4_000), (99, 4_000), (9_007, 4_000)]  # 1.5, but one of 4.5
+    assert megahertz(stamps)[:2] == [2000.0, 1500.0]
+    assert np.isnan(megahertz(stamps)[2])
