@@ -106,13 +106,13 @@ __device__ __forceinline__ bool mbar_try_wait(Barrier* barrier, uint32_t parity)
 class SpinLimit {
 #ifdef FM3_SPIN_LIMIT
  public:
-  __device__ __forceinline__ SpinLimit() : begin_(clock64()) {}
+  __device__ __forceinline__ SpinLimit() { begin_ = clock64(); }
   __device__ __forceinline__ void check() const {
     if (clock64() - begin_ > FM3_SPIN_LIMIT) __trap();
   }
 
  private:
-  const long long begin_;
+  long long begin_;
 #else
  public:
   __device__ __forceinline__ void check() const {}
