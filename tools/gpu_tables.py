@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU tables of the README: this project's kernels beside every peer, from results/attention_gpu.jsonl.
+"""The GPU tables of the README and of docs/measured_gpu.md: this project's kernels beside every peer, from
+results/attention_gpu.jsonl, and training through them beside dense attention, from results/training_gpu.jsonl.
 
 Peers that can be installed were timed in the same run. FlashAttention-3 and upstream FlashMask v3 cannot; theirs are
 the figures of gpu_anchors.json times (fa4 in this run / fa4 there), on the same case, or on the causal case of the
@@ -10,9 +11,14 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from paddle_fm3.testing import training_rule  # noqa: E402
 
 Record = dict[str, Any]
 Triple = dict[str, float]  # phase -> TFLOP/s by visible pairs
@@ -22,6 +28,7 @@ ANCHORS: dict[str, dict[str, list[int]]] = json.loads(
 )["tflops"]
 MASKED = ("window", "causal_document", "document")
 COMMAND = "tools/bench_attention.py --device gpu --json results/attention_gpu.jsonl"
+TRAINING_COMMAND = "tools/train_gpu.py --json results/training_gpu.jsonl"
 LABELS = {
     "fm3": "fm3",
     "fm3_deterministic": "fm3 deterministic",
@@ -183,3 +190,38 @@ def head_dims(records: Sequence[Record]) -> str:
     )
     table = markdown(["case", *(LABELS[impl] for impl in impls)], rows)
     return "\n".join([*table, "", _caption(records, list(rows_of), text)]) + "\n"
+
+
+def training(records: Sequence[Record]) -> str:
+    """The newest training run: a line an arm, over its seeds, and whether the rule of training_rule.py holds."""
+    if not records:
+        return f"Not measured yet: `{TRAINING_COMMAND}`.\n"
+    newest_run = max(records, key=lambda one: one["date"])["run"]
+    seeds = training_rule.by_seed({"seed": 0, **one} for one in records if one["run"] == newest_run)
+    for arms in seeds.values():
+        exact = arms["dense_fp32"]["losses"]
+        for arm, line in arms.items():
+            arms[arm] = {**line, **training_rule.distances(line["losses"], exact)}
+    lines = [line for arms in seeds.values() for line in arms.values()]
+    rows = []
+    for arm in ("fm3", "dense_bf16", "dense_fp32"):
+        own = [line for line in lines if line["impl"] == arm]
+        spread = [_spread([line[field] for line in own]) for field in training_rule.FIELDS]
+        rows.append([arm, _spread([line["loss_last"] for line in own], "{:.4f}"), *spread,
+                     f"{max(line['tokens_per_s'] for line in own):,}"])  # fmt: skip
+    header = ["attention", "last loss", f"distance, first {training_rule.EARLY_STEPS} steps", "distance, all steps",
+              "largest distance", "tokens/s"]  # fmt: skip
+    faults = training_rule.faults(lines)
+    verdict = "The rule holds." if not faults else f"The rule is broken: {'; '.join(faults)}."
+    one = lines[0]
+    text = (
+        f"Mean (smallest to largest) over {len(seeds)} seeds, {one['steps']} steps each; distances are of losses to "
+        f"those of fp32 attention; speed of the fastest seed. {verdict} {one['device']}; commit {one['commit']}; "
+        f"{one['date'][:10]}; `{TRAINING_COMMAND}`."
+    )
+    return "\n".join([*markdown(header, rows), "", text]) + "\n"
+
+
+def _spread(values: Sequence[float], style: str = "{:.1e}") -> str:
+    mean, low, high = (style.format(x) for x in (statistics.fmean(values), min(values), max(values)))
+    return mean if len(values) == 1 else f"{mean} ({low} to {high})"

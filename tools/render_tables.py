@@ -66,12 +66,6 @@ TABLES = {
         "Microseconds to prepare a mask: scan of its bounds + lists, in a row; a single time, nothing of it in the L2",
         f"{gpu_tables.COMMAND} --bench schedule",
     ),
-    "training_gpu": Table(
-        "training_gpu.jsonl", "training", ("config", "steps"), ("impl",),
-        "{loss_first:.4f} → {loss_last:.4f}, mean distance {loss_distance_mean:.1e}, {tokens_per_s:,.0f} tokens/s",
-        "Loss of the first and the last step, mean distance of the losses to exact attention's, and speed",
-        "tools/train_gpu.py --json results/training_gpu.jsonl",
-    ),
     "balance": Table(
         "balance_cpu.jsonl", "balance", ("row",), ("algo",),
         "{subopt_vs_best_pct:.1f} % / {max_gap_vs_best_pct:.2f} %",
@@ -155,10 +149,12 @@ def render_document(text: str, results: Path) -> str:
         name = match["name"]
         if name in GPU_TABLES:
             return match[1] + GPU_TABLES[name](read_records(results / "attention_gpu.jsonl")) + match[4]
+        if name == "training_gpu":
+            return match[1] + gpu_tables.training(read_records(results / "training_gpu.jsonl")) + match[4]
         if name in cp_tables.TABLES:
             return match[1] + cp_tables.TABLES[name](read_records(results / "cp_gpu.jsonl")) + match[4]
         if name not in TABLES:
-            known = ", ".join([*TABLES, *GPU_TABLES, *cp_tables.TABLES])
+            known = ", ".join([*TABLES, *GPU_TABLES, *cp_tables.TABLES, "training_gpu"])
             raise KeyError(f"render_tables: no table {name!r}; known: {known}")
         table = TABLES[name]
         return match[1] + render(table, read_records(results / table.source)) + match[4]

@@ -69,7 +69,7 @@ def read_documents(folder: Path) -> list[bytes]:
     return documents
 
 
-def batches(documents: list[bytes], config: TrainingConfig, seed: int = 0) -> Iterator[Batch]:
+def batches(documents: list[bytes], config: TrainingConfig, seed: int) -> Iterator[Batch]:
     """One batch a step: pieces of random documents, 1 to s bytes long, packed until a row is full."""
     rng = np.random.default_rng(seed)
     for _ in range(config.steps):
@@ -210,14 +210,16 @@ class Curve:
     tokens_per_s: float  # over the second half of the steps
 
 
-def train(attention: str, documents: list[bytes], config: TrainingConfig, library: Any = None) -> Curve:
-    """Trains from the same start on the same batches. `attention`: a name of ATTENTIONS.
+def train(
+    attention: str, documents: list[bytes], config: TrainingConfig, library: Any = None, *, seed: int = 0
+) -> Curve:
+    """Trains from the seed's start on the seed's batches. `attention`: a name of ATTENTIONS.
 
     Raises:
         KeyError: no such attention.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = Model(config).cuda()
     for parameter in model.parameters():
         if parameter.dim() == 2:
@@ -231,7 +233,7 @@ def train(attention: str, documents: list[bytes], config: TrainingConfig, librar
     }
     make, losses, grad_norms = makers[attention], [], []
     begin = 0.0
-    for step, batch in enumerate(batches(documents, config)):
+    for step, batch in enumerate(batches(documents, config, seed)):
         if step == config.steps // 2:
             torch.cuda.synchronize()
             begin = time.perf_counter()
