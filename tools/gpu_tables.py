@@ -215,7 +215,7 @@ def training(records: Sequence[Record]) -> str:
     verdict = "The rule holds." if not faults else f"The rule is broken: {'; '.join(faults)}."
     one = lines[0]
     text = (
-        f"Mean (smallest to largest) over {len(seeds)} seeds, {one['steps']} steps each; distances are of losses to "
+        f"Mean (smallest to largest) over seeds ({len(seeds)}), {one['steps']} steps each; distances are of losses to "
         f"those of fp32 attention; speed of the fastest seed. {verdict} {one['device']}; commit {one['commit']}; "
         f"{one['date'][:10]}; `{TRAINING_COMMAND}`."
     )

@@ -57,7 +57,7 @@ def faults(lines: Iterable[Record]) -> list[str]:
     seeds = by_seed(lines)
     found = [fault for arms in seeds.values() for fault in faults_of_seed(arms)]
     if len(seeds) < MIN_SEEDS:
-        return [*found, f"{len(seeds)} seeds: fewer than {MIN_SEEDS} say nothing about whole runs"]
+        return [*found, f"only {len(seeds)} of {MIN_SEEDS} seeds: too few to judge whole runs"]
     for field, factor in (("loss_distance_mean", MEAN_FACTOR), ("loss_distance_max", MAX_FACTOR)):
         ours, allowed = (statistics.fmean(a[arm][field] for a in seeds.values()) for arm in ("fm3", "dense_bf16"))
         if not ours <= factor * allowed:

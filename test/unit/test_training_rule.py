@@ -75,7 +75,7 @@ def test_means_over_all_seeds_count() -> None:
 def test_few_seeds_prove_nothing() -> None:
     lines = run_of(*(arms_of(seed, 0.5, 1.0) for seed in range(5)))
     assert training_rule.faults(lines[:-1]) == [
-        "4 seeds: fewer than 5 say nothing about whole runs"
+        "only 4 of 5 seeds: too few to judge whole runs"
     ]  # an arm is missing
 
 
@@ -84,5 +84,5 @@ def test_table_names_the_verdict_and_takes_the_newest_run() -> None:
     good = run_of(*(arms_of(seed, 0.5, 1.0) for seed in range(5)))
     table = gpu_tables.training([*good, *old])
     assert "The rule holds." in table and "99.0" not in table and "| fm3 | 1.01" in table and "1,004" in table
-    assert "over 5 seeds" in table
-    assert "The rule is broken: 1 seeds" in gpu_tables.training(old)
+    assert "over seeds (5)" in table
+    assert "The rule is broken: seed 0: mean distance" in gpu_tables.training(old)
