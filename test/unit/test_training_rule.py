@@ -74,9 +74,7 @@ def test_means_over_all_seeds_count() -> None:
 
 def test_few_seeds_prove_nothing() -> None:
     lines = run_of(*(arms_of(seed, 0.5, 1.0) for seed in range(5)))
-    assert training_rule.faults(lines[:-1]) == [
-        "only 4 of 5 seeds: too few to judge whole runs"
-    ]  # an arm is missing
+    assert training_rule.faults(lines[:-1]) == ["only 4 of 5 seeds: too few to judge whole runs"]  # an arm is missing
 
 
 def test_table_names_the_verdict_and_takes_the_newest_run() -> None:
