@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 
@@ -174,7 +174,9 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     num_failed = 0
     with ThreadPoolExecutor(options.jobs) as pool:
-        for is_clean, text in pool.map(lambda job: sanitize(*job, cases, options.limit), jobs):
+        runs = [pool.submit(sanitize, *job, cases, options.limit) for job in jobs]
+        for run in as_completed(runs):  # at once: the whole may be cut short
+            is_clean, text = run.result()
             print(text, flush=True)
             num_failed += not is_clean
     print(f"{len(jobs) - num_failed} of {len(jobs)} runs clean")
