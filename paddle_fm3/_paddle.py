@@ -7,6 +7,9 @@ no static graph of our kind (SOT markers, PIR), so its stand-ins for those do no
 
 from __future__ import annotations
 
+import functools
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -86,6 +89,42 @@ else:
             process_group._end_coalescing()
 
 
+_running = threading.local()
+
+
+def backward_once(layer: Any) -> Any:
+    """Decorates a PyLayer: a second `.backward()` through one of its calls raises an error. By itself Paddle ends the
+    process: the first one takes the call's context away, with retain_graph=True as well. `paddle.grad` does not.
+    """
+    forward, apply = layer.forward, layer.apply
+
+    @functools.wraps(forward)
+    def noted_forward(ctx: Any, *arguments: Any) -> Any:
+        results = forward(ctx, *arguments)
+        _running.ctx = weakref.ref(ctx)
+        return results
+
+    def guarded_apply(*arguments: Any) -> Any:
+        results = apply(*arguments)
+        ctx = _running.ctx
+
+        def check(grad: paddle.Tensor) -> None:
+            if ctx() is None:
+                raise RuntimeError(
+                    f"{layer.__module__}: a second backward() through one call; Paddle keeps nothing of a PyLayer for "
+                    "it, nor does retain_graph=True change that: add the losses up and call backward() once, or use "
+                    "paddle.grad(..., retain_graph=True), which may be called again"
+                )
+
+        for x in results if isinstance(results, tuple) else (results,):
+            if not x.stop_gradient:
+                x.register_hook(check)  # runs before the layer's own backward
+        return results
+
+    layer.forward, layer.apply = staticmethod(noted_forward), staticmethod(guarded_apply)
+    return layer
+
+
 def new_stream(*, is_urgent: bool) -> Any:
     """A CUDA stream of the current device; its `cuda_stream` is the cudaStream_t."""
     return paddle.base.core.CUDAStream(None, 1 if is_urgent else 2)
@@ -110,6 +149,7 @@ __all__ = [
     "IS_PADDLE_2",
     "amp_black_list",
     "amp_dtype",
+    "backward_once",
     "break_graph",
     "current_stream",
     "force_dynamic",

@@ -122,6 +122,7 @@ def _run_op(*arguments):
     return _paddle.run_custom_op(_native.OP_NAME, *arguments)
 
 
+@_paddle.backward_once
 class _BothGradients(PyLayer):
     """Hands the op a gradient of out and of lse, zero where nobody asked for one.
 

@@ -132,6 +132,7 @@ def _post_gather(x: paddle.Tensor, name: str, partition: Partition, communicator
     return communicator.post_all_gather(pad_rows(x, partition), f"gather of {name}")
 
 
+@_paddle.backward_once
 class _GatherKeysValues(PyLayer):
     """Local K and V -> K and V of the whole sequence; backward sums dK and dV over ranks at their owners."""
 

@@ -12,6 +12,7 @@ import numpy as np
 import paddle
 from paddle.autograd import PyLayer
 
+from paddle_fm3 import _paddle
 from paddle_fm3.distributed import agreement, cpu_rows
 from paddle_fm3.distributed.cache import PlanCache
 from paddle_fm3.distributed.collective import gather_bounds
@@ -221,6 +222,7 @@ def count_bytes_of(group: Any, transport: Any) -> None:
     _byte_counts[group.id] = transport
 
 
+@_paddle.backward_once
 class _PlannedAttention(PyLayer):
     @staticmethod
     def forward(

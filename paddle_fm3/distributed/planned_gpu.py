@@ -221,6 +221,7 @@ def _connect(communicator: Communicator) -> DeviceTransport:
         raise CommError(f"context parallelism: {error}") from error
 
 
+@_paddle.backward_once
 class _PlannedAttention(PyLayer):
     @staticmethod
     def forward(

@@ -14,6 +14,7 @@ import numpy as np
 import paddle
 from paddle.autograd import PyLayer
 
+from paddle_fm3 import _paddle
 from paddle_fm3.distributed import groups
 from paddle_fm3.distributed.comm import Communicator
 from paddle_fm3.distributed.partition import Partition
@@ -95,6 +96,7 @@ def _axis_of(who: str, x: paddle.Tensor, axis: int) -> int:
     return axis % len(x.shape)
 
 
+@_paddle.backward_once
 class _GatherRows(PyLayer):
     @staticmethod
     def forward(ctx: Any, x: paddle.Tensor, partition: Partition, communicator: Communicator) -> paddle.Tensor:

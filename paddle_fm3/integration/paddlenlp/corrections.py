@@ -15,6 +15,7 @@ from paddlenlp.transformers.qwen2.modeling import Qwen2PretrainingCriterion, Qwe
 from paddlenlp.transformers.qwen2_moe import modeling as qwen2_moe_modeling
 from paddlenlp.transformers.qwen2_moe.modeling import Qwen2MoePretrainingCriterion, Qwen2MoeRotaryEmbedding
 
+from paddle_fm3 import _paddle
 from paddle_fm3.distributed import groups
 from paddle_fm3.distributed.comm import Communicator
 from paddle_fm3.integration.paddlenlp.settings import FlashMask3Settings, RunState
@@ -60,6 +61,7 @@ def mean_over_ranks(original: Callable, timeout_s: float) -> Callable:
     return forward
 
 
+@_paddle.backward_once
 class _SumOverRanks(PyLayer):
     """Sum over ranks whose gradient goes to each rank's own term unchanged.
 

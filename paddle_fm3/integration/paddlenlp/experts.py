@@ -24,6 +24,7 @@ from paddlenlp.transformers.moe_gate import PretrainedMoEGate
 from paddlenlp.transformers.moe_layer import MoELayer
 from paddlenlp.transformers.qwen2_moe.modeling import Qwen2MoePretrainedModel
 
+from paddle_fm3 import _paddle
 from paddle_fm3.distributed import groups
 from paddle_fm3.distributed.comm import Communicator
 from paddle_fm3.integration.paddlenlp.settings import FlashMask3Settings, RunState
@@ -242,6 +243,7 @@ def _run_split(
     return _Exchange.apply(back, communicator, by_rank.T.copy(), "tokens from experts")
 
 
+@_paddle.backward_once
 class _Exchange(PyLayer):
     """Rows to other ranks; their gradients the way back."""
 
