@@ -13,8 +13,10 @@ together, which other load on the machine hardly changes. `held_mb`: what a rank
 most of any rank. Over loopback transfers are short beside compute, and ranks that share cores wait for each other:
 step times compare strategies, they do not predict a cluster.
 
-On GPUs rows are fetched by copy engines over CUDA IPC. `comm_hidden_pct`: of the time that the transfers take alone,
-the share that does not lengthen the step, against the same step with all rows in place. bf16, head_dim 128.
+On GPUs rows are fetched by copy engines over CUDA IPC, and all implementations of a case are timed in turns.
+`comm_hidden_pct`: of the time that the transfers take alone, the share that does not lengthen the step, beside the same
+step with all rows in place, in which no rank waits for another; `copies_hidden_pct`: beside one in which ranks wait as
+ever and only the copies are left out. bf16, head_dim 128.
 """
 
 from __future__ import annotations

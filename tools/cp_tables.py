@@ -38,22 +38,25 @@ def step_times(records: Iterable[Record]) -> str:
     for (ranks, s_local, heads, mask), lines in newest(records).items():
         ours = lines["fm3"]
         used.append(ours)
+        calls = {line["bwd_style"]: line for line in lines.values() if line["impl"] in ("fm3", "fm3+one", "fm3+two")}
         gather = min((lines[name]["total_ms"] for name in ALL_GATHERS if name in lines), default=None)
         ring = lines["ring"]["total_ms"] if "ring" in lines else None
         still = ours["fwd_still_ms"] + ours["bwd_still_ms"]
         rows.append([
-            f"{ranks}", f"{s_local // 1024}K", heads, mask.replace("_", " "),
-            _three(ours), _three(lines["fm3+two"]) if "fm3+two" in lines else "–",
+            f"{ranks}", f"{s_local // 1024}K", heads, mask.replace("_", " "), ours["bwd_style"], _three(ours),
+            *(f"{calls[style]['bwd_ms']:.3g}" if style in calls else "–" for style in ("one", "two")),
             *(f"{lines[name]['total_ms']:.3g}" if name in lines else "–" for name in (*ALL_GATHERS, "ring")),
             *(_ratio(theirs, time_ms) for time_ms in (ours["total_ms"], still) for theirs in (gather, ring)),
-            f"{ours['comm_hidden_pct']:.0f} %", f"{100 * ours['imbalance']:.2f} %",
+            *(f"{ours[name]:.0f} %" if name in ours else "–" for name in ("comm_hidden_pct", "copies_hidden_pct")),
+            f"{100 * ours['imbalance']:.2f} %",
         ])  # fmt: skip
-    header = ["ranks", "rows a rank", "heads", "mask", "fm3", "fm3, backward in two calls",
+    header = ["ranks", "rows a rank", "heads", "mask", "backward calls", "fm3", "backward in one call", "in two",
               "dual-chunk all-gather", "contiguous all-gather", "ring",
               "best all-gather ÷ fm3", "ring ÷ fm3", "all-gather ÷ fm3's kernels", "ring ÷ fm3's kernels", "hidden",
-              "imbalance"]  # fmt: skip
+              "copies hidden", "imbalance"]  # fmt: skip
     caption = (
-        'Milliseconds of forward / backward / both, the slowest rank\'s; "kernels": the step if nothing had to move.'
+        'Milliseconds of forward / backward / both, the slowest rank\'s; "kernels": the step if nothing had to move and no '
+        'rank waited; "hidden": beside that step; "copies hidden": beside one in which only the copies are left out.'
     )
     return _table(header, rows, used, caption)
 

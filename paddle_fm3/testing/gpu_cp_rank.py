@@ -7,11 +7,13 @@ rank writes out/rank<RANK>.jsonl, one line a job. Jobs of kind
     check   forward and backward `repeats` times against one GPU: relative errors, bytes, equality of repeats
     stall   rank `victim` stays away from a step; what the others are told, and when
     kill    rank `victim` kills itself in a step; likewise
-    time    milliseconds of forward, backward and both, by events; see `gpu_cp_timing`
+    time    milliseconds of forward, backward and both, by events; see `gpu_cp_steps`. Jobs that follow one another with
+            the same "case" are timed in turns.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -52,12 +54,15 @@ class RankProcess:
         self.stream = torch.cuda.Stream()
         self._shared: dict[str, Any] = {}
 
+    def exchange(self, num_ranks: int) -> gpu_cp.LoopbackExchange:
+        if num_ranks not in self.exchanges:
+            self.exchanges[num_ranks] = gpu_cp.LoopbackExchange(self.rank, num_ranks, self.config["port"] + num_ranks)
+        return self.exchanges[num_ranks]
+
     def transport(self, num_ranks: int, timeout_s: float) -> IpcTransport | None:
         if num_ranks == 1:
             return None
-        if num_ranks not in self.exchanges:
-            self.exchanges[num_ranks] = gpu_cp.LoopbackExchange(self.rank, num_ranks, self.config["port"] + num_ranks)
-        return IpcTransport(self.device, self.rank, num_ranks, self.exchanges[num_ranks], timeout_s)
+        return IpcTransport(self.device, self.rank, num_ranks, self.exchange(num_ranks), timeout_s)
 
     def shared(self, name: str, job: Job, make: Callable[[], Any]) -> Any:
         """One for all jobs with the same ranks and options."""
@@ -66,12 +71,16 @@ class RankProcess:
             self._shared[key] = make()
         return self._shared[key]
 
-    def shared_transport(self, name: str, job: Job) -> IpcTransport:
-        num_ranks = job["num_ranks"]
-        key = f"transport {name} {num_ranks} {json.dumps(job['options'], sort_keys=True)}"
-        if key not in self._shared:
-            self._shared[key] = self.transport(num_ranks, self.config["timeout_s"])
-        return self._shared[key]
+    def attention(self, job: Job) -> tuple[DeviceAttention, IpcTransport]:
+        """The executor of all time jobs with the same ranks and options, and its transport."""
+
+        def make() -> tuple[DeviceAttention, IpcTransport]:
+            timeout_s = self.config["timeout_s"]
+            transport = self.transport(job["num_ranks"], timeout_s)
+            assert transport is not None
+            return DeviceAttention(self.device, transport, timeout_s=timeout_s, **job["options"]), transport
+
+        return self.shared("moving", job, make)
 
     def step(self, job: Job, attention: DeviceAttention) -> tuple[gpu_cp.RankStep, torch.Tensor]:
         heads = Heads(**job["heads"])
@@ -123,7 +132,7 @@ class RankProcess:
         planned = [x * repeats for x in gpu_cp.planned_bytes(work, Heads(**job["heads"]))]
         received = 0 if transport is None else sum(transport.received_bytes)
         if transport is not None:
-            self.exchanges[num_ranks]({"done": True})
+            self.exchange(num_ranks)({"done": True})
             transport.close()
         return {"errors": errors, "repeats_equal": all_equal, "planned_bytes": sum(planned), "received_bytes": received,
                 "seconds": round(seconds, 3)}  # fmt: skip
@@ -165,10 +174,12 @@ class RankProcess:
         stream.synchronize()  # the GPU is not hung
         return {"message": message, "seconds": round(time.perf_counter() - begin_s, 3)}
 
-    def time(self, job: Job) -> Job:
-        from paddle_fm3.testing import gpu_cp_timing
+    def run(self, jobs: list[Job]) -> list[Job]:
+        if jobs[0]["kind"] != "time":
+            return [getattr(self, job["kind"])(job) for job in jobs]
+        from paddle_fm3.testing import gpu_cp_steps
 
-        return gpu_cp_timing.run(self, job)
+        return gpu_cp_steps.run(self, jobs)
 
 
 def main(config_path: str, rank_text: str) -> int:
@@ -176,16 +187,16 @@ def main(config_path: str, rank_text: str) -> int:
     process = RankProcess(config, rank)
     status = 0
     with (Path(config["out"]) / f"rank{rank}.jsonl").open("a") as out:
-        for job in config["jobs"]:
-            if rank >= job["num_ranks"]:
-                continue
-            line = {"job": job["name"], "kind": job["kind"], "rank": rank}
+        own = [job for job in config["jobs"] if rank < job["num_ranks"]]
+        for _, group in itertools.groupby(enumerate(own), lambda item: item[1].get("case", item[0])):
+            jobs = [job for _, job in group]
+            lines = [{"job": job["name"], "kind": job["kind"], "rank": rank} for job in jobs]
             try:
-                line |= getattr(process, job["kind"])(job)
+                lines = [line | result for line, result in zip(lines, process.run(jobs), strict=True)]
             except Exception:  # noqa: BLE001  written down; the ranks are out of step after it
-                line["error"] = traceback.format_exc()[-3000:]
+                lines = [line | {"error": traceback.format_exc()[-3000:]} for line in lines]
                 status = 1
-            out.write(json.dumps(line) + "\n")
+            out.writelines(json.dumps(line) + "\n" for line in lines)
             out.flush()
             if status:
                 break

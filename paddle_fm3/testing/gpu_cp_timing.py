@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timing of context parallelism on GPUs: one process with late keys, and the parts of a rank's step."""
+"""One forward whose keys come late: what the test of remote rows and tools/bench_cp.py --late-keys run."""
 
 from __future__ import annotations
 
@@ -8,23 +8,14 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from paddle_fm3._c_api import BwdParams, FwdParams, MaskView
-from paddle_fm3._device_api import MergeParams, PackParams, SumPartsParams, SumRowsParams
+from paddle_fm3._c_api import MaskView
 from paddle_fm3.distributed.device import ELEM_BYTES, Sm90Device
-from paddle_fm3.distributed.device_execute import DeviceAttention
-from paddle_fm3.distributed.device_trace import DeviceTrace
-from paddle_fm3.distributed.device_transport import DeviceTransport, Ticket
-from paddle_fm3.distributed.trace import Trace
 from paddle_fm3.testing.cases import AttentionCase
 from paddle_fm3.testing.gpu_call import GpuMask, Sm90
-from paddle_fm3.testing.gpu_cp import relative_errors
 
 _TOTALS_BYTES, _ENTRY_BYTES = 256, 8  # ScheduleTotals' place, QueryTileEntry
 
@@ -196,153 +187,3 @@ class LateKeys:
             self.stream.wait_stream(self.copy_stream)
         self.stream.synchronize()
         return begin.elapsed_time(end), begin.elapsed_time(copied)
-
-
-class NoKernels(Sm90Device):
-    """Transfers alone: everything but kernels."""
-
-    def forward(self, params: FwdParams, stream: int) -> None:
-        pass
-
-    def backward(self, params: BwdParams, stream: int) -> None:
-        pass
-
-    def sum_parts(self, params: SumPartsParams, stream: int) -> None:
-        pass
-
-    def sum_rows(self, params: SumRowsParams, stream: int) -> None:
-        pass
-
-    def merge(self, params: MergeParams, stream: int) -> None:
-        pass
-
-    def pack(self, params: PackParams, stream: int) -> None:
-        pass
-
-
-class NoTransfers(DeviceTransport):
-    """Kernels alone: rows are taken to be there already; nothing moves and nothing waits."""
-
-    def __init__(self, device: Sm90Device, rank: int, num_ranks: int, raises_words: bool) -> None:
-        super().__init__(rank, num_ranks)
-        self.raises_words = raises_words  # as the transport it stands for
-        self._device = device
-        self.status_word = device.upload(np.zeros(1, np.uint32))
-
-    def _register(self, sizes: dict[str, int]) -> dict[str, int]:
-        return {name: self._device.malloc(num_bytes) for name, num_bytes in sizes.items()}
-
-    def _post(self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int, int] | None) -> None:
-        if word is not None:
-            self._device.write_word(stream, word[0], word[2])
-
-    def _wait(self, ticket: Ticket, stream: int) -> None:
-        pass
-
-    def _wait_sent(self, ticket: Ticket, stream: int) -> None:
-        pass
-
-    def _wait_ready(self, tickets: list[Ticket], stream: int) -> None:
-        pass
-
-    def fail(self, reason: str) -> None:
-        raise RuntimeError(reason)
-
-
-def run(process: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """A "time" job of `gpu_cp_rank`: ms a call of forward, backward and both, as this rank sees them; the same without
-    transfers, and of the transfers alone. `loops` medians of `calls` calls each, ranks starting each loop together.
-    `prepare_ms`: what a mask costs once, on the host's clock."""
-    num_ranks = job["num_ranks"]
-    ipc = process.shared_transport("moving", job)
-    moving = process.shared("moving", job, lambda: _attention(process.device, ipc, job))
-    still = process.shared("still", job, lambda: _attention(
-        process.device, NoTransfers(process.device, process.rank, num_ranks, ipc.raises_words), job))  # fmt: skip
-    silent_ipc = process.shared_transport("silent", job)
-    silent = process.shared("silent", job, lambda: _attention(NoKernels(process.library), silent_ipc, job))
-    result: dict[str, Any] = {}
-    stream = process.stream
-    with torch.cuda.stream(stream):
-        wanted = process.reference(job)
-        step, rows = process.step(job, moving)
-        result["forward_mode"] = moving.mode_of(step.work)
-        begin_s = time.perf_counter()
-        again = moving.prepare(step.work)
-        result["prepare_ms"] = round(1e3 * (time.perf_counter() - begin_s), 3)
-        moving.discard(again)
-        before = sum(ipc.received_bytes)
-        step.forward()
-        step.backward()
-        result["bytes_received"] = sum(ipc.received_bytes) - before
-        stream.synchronize()
-        result["errors"] = relative_errors(step.results(), wanted, rows)
-        variants = {"": step}
-        for name, attention in (("still_", still), ("transfers_", silent)):
-            variants[name] = step.with_attention(attention)
-            for _ in range(2):
-                variants[name].forward()
-                variants[name].backward()
-        for prefix, variant in variants.items():
-            waits = _Waits(silent, silent_ipc, stream) if variant is variants["transfers_"] else None
-            parts = {
-                "fwd": variant.forward,
-                "bwd": variant.backward,
-                "total": lambda v=variant: (v.forward(), v.backward()),
-            }
-            for part, call in parts.items():
-                if prefix and part == "total":
-                    continue
-                result[f"{prefix}{part}_ms"] = _time_loops(process, num_ranks, job, call, waits, stream)
-        process.exchanges[num_ranks]({"timed": job["name"]})
-        if job.get("has_trace"):
-            _trace_step(process, job, step, moving, ipc)
-    return result
-
-
-def _trace_step(process: Any, job: dict[str, Any], step: Any, attention: DeviceAttention, ipc: DeviceTransport) -> None:
-    """One more forward and backward, after two others; what streams did goes to out/trace_<job>_rank<rank>.json."""
-    trace = Trace()
-    device_trace = DeviceTrace(process.device, trace)
-    process.stream.synchronize()
-    process.exchanges[job["num_ranks"]]({"traced": job["name"]})
-    for kept in (None, None, device_trace):
-        attention.trace = ipc.trace = kept
-        step.forward()
-        step.backward()
-    attention.trace = ipc.trace = None
-    trace.save(Path(process.config["out"]) / f"trace_{job['name']}_rank{process.rank}.json", process.rank)
-
-
-def _attention(device: Sm90Device, transport: DeviceTransport, job: dict[str, Any]) -> DeviceAttention:
-    return DeviceAttention(device, transport, timeout_s=20.0, **job["options"])
-
-
-class _Waits:
-    """Makes the timed stream wait for what was posted, where no kernel does."""
-
-    def __init__(self, attention: DeviceAttention, transport: DeviceTransport, stream: torch.cuda.Stream) -> None:
-        self._attention, self._transport, self._stream = attention, transport, stream
-
-    def __call__(self) -> None:
-        for ticket in self._attention.open_tickets():
-            self._transport.wait(ticket, self._stream.cuda_stream)
-
-
-def _time_loops(
-    process: Any, num_ranks: int, job: dict[str, Any], call: Callable[[], Any], waits: Callable[[], None] | None,
-    stream: torch.cuda.Stream,
-) -> list[float]:  # fmt: skip
-    times = []
-    for loop in range(job["loops"] + 1):
-        stream.synchronize()
-        process.exchanges[num_ranks]({"loop": loop})  # together
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(job["calls"]):
-            call()
-            if waits is not None:
-                waits()
-        end.record()
-        end.synchronize()
-        times.append(round(begin.elapsed_time(end) / job["calls"], 5))
-    return times[1:]

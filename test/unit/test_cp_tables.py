@@ -15,7 +15,7 @@ def line(impl: str, total_ms: float, **changes: object) -> dict:
         "bench": "cp_gpu", "refcheck": "pass", "run": "r1", "date": "2026-01-02", "device": "GPU", "commit": "c",
         "ranks": 2, "s_local": 8192, "heads": "32/4", "mask": "causal_document", "fwd_ms": total_ms / 4,
         "bwd_ms": total_ms * 3 / 4, "fwd_still_ms": 0.8, "bwd_still_ms": 1.2, "comm_hidden_pct": 75.4,
-        "imbalance": 0.0025, "mb_moved": 31.6,
+        "imbalance": 0.0025, "mb_moved": 31.6, "bwd_style": "two",
     }  # fmt: skip
     return {**fields, "impl": impl, "total_ms": total_ms, **changes}
 
@@ -23,7 +23,8 @@ def line(impl: str, total_ms: float, **changes: object) -> dict:
 RECORDS = [
     line("fm3", 9.0, run="r0", date="2026-01-01"),
     line("ring", 99.0, run="r0", date="2026-01-01"),
-    line("fm3", 2.5),
+    line("fm3", 2.5, copies_hidden_pct=92.4),
+    line("fm3+one", 3.2, bwd_style="one"),
     line("dual_chunk_allgather", 4.0),
     line("contiguous_allgather", 3.0, refcheck="fail"),
     line("ring", 5.0),
@@ -39,10 +40,10 @@ def cells(table: str, at: int) -> list[str]:
 def test_step_times_are_those_of_the_newest_run() -> None:
     table = cp_tables.step_times(RECORDS)
     assert cells(table, 0) == [
-        "2", "8K", "32/4", "causal document", "0.625 / 1.88 / 2.5", "–", "4", "–", "5", "1.60", "2.00", "2.00", "2.50",
-        "75 %", "0.25 %",
+        "2", "8K", "32/4", "causal document", "two", "0.625 / 1.88 / 2.5", "2.4", "1.88", "4", "–", "5", "1.60", "2.00",
+        "2.00", "2.50", "75 %", "92 %", "0.25 %",
     ]  # fmt: skip
-    assert cells(table, 1)[1] == "32K" and cells(table, 1)[6:9] == ["–", "–", "–"]
+    assert cells(table, 1)[1] == "32K" and cells(table, 1)[6:11] == ["–", "5.25", "–", "–", "–"]
     assert "--ranks 2 " in table
 
 
