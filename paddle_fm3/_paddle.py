@@ -25,7 +25,7 @@ if IS_PADDLE_2:
     def unified(function: Any) -> Any:
         return function
 
-    force_dynamic = unified
+    force_dynamic = eager = unified
 
     def break_graph() -> None:
         """Paddle 2.6 traces nothing that would have to be broken."""
@@ -59,6 +59,11 @@ else:
     from paddle import _C_ops
     from paddle.jit.marker import force_dynamic, unified
     from paddle.jit.sot import psdb
+    from paddle.jit.sot.utils import no_eval_frame
+
+    def eager(function: Any) -> Any:
+        """Decorates a function that SOT leaves alone, with all that it calls."""
+        return force_dynamic(no_eval_frame(function))
 
     def run_custom_op(*arguments: Any) -> Any:
         return _C_ops._run_custom_op(*arguments)
@@ -152,6 +157,7 @@ __all__ = [
     "backward_once",
     "break_graph",
     "current_stream",
+    "eager",
     "force_dynamic",
     "grouped_p2p",
     "new_stream",

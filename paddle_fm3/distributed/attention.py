@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import paddle
 
+from paddle_fm3 import _paddle
 from paddle_fm3.distributed import agreement, call_checks, dist_tensors, groups
 from paddle_fm3.distributed.collective import collective_attention
 from paddle_fm3.distributed.comm import Communicator
@@ -19,8 +22,6 @@ from paddle_fm3.distributed.strategy import STRATEGIES as PLANNED_STRATEGIES
 from paddle_fm3.distributed.strategy import Strategy
 from paddle_fm3.distributed.topology import Topology
 from paddle_fm3.distributed.trace import Trace
-
-DEFAULT_TIMEOUT_S = 60.0
 
 
 def make_partition(
@@ -70,6 +71,29 @@ def _planned_strategy(strategy: Strategy | str) -> Strategy | None:
     return strategy if isinstance(strategy, Strategy) else PLANNED_STRATEGIES.get(strategy)
 
 
+def _outside_graphs(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Among ranks a call is left out of what to_static and SOT compile: what ranks say to each other is no part of a
+    graph."""
+
+    @_paddle.eager
+    def attend_eagerly(*arguments: Any, **options: Any) -> Any:
+        if not paddle.in_dynamic_mode():
+            raise RuntimeError(
+                "flashmask_cp_attention: ranks exchange rows in every call, which a static graph cannot hold; "
+                "to_static(full_graph=False) leaves the call outside"
+            )
+        return attend(*arguments, **options)
+
+    @paddle.jit.not_to_static  # as it is into whole graphs, too
+    @functools.wraps(attend)
+    def attend_anywhere(*arguments: Any, **options: Any) -> Any:
+        is_alone = options.get("plan") is None and _group_of(options.get("group")) is None
+        return (attend if is_alone else attend_eagerly)(*arguments, **options)
+
+    return attend_anywhere
+
+
+@_outside_graphs
 def flashmask_cp_attention(
     q: paddle.Tensor,
     k: paddle.Tensor,
@@ -88,7 +112,7 @@ def flashmask_cp_attention(
     deterministic: bool = False,
     reduce_dtype: str = "float32",
     keep_gathered: bool = True,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float = 60.0,
     trace: Trace | None = None,
 ) -> paddle.Tensor | tuple[paddle.Tensor, paddle.Tensor]:
     """FlashMask attention of this rank's rows over the whole sequence, differentiable in q, k, v.

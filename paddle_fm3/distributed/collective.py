@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -167,6 +167,16 @@ class _GatherKeysValues(PyLayer):
         return tuple(grad if is_wanted else None for grad, is_wanted in zip(summed, ctx.is_wanted, strict=True))
 
 
+@contextmanager
+def _unless_inside_others(hooks: Any) -> Iterator[None]:
+    """Paddle takes one pair of hooks at a time. Inside another, as recompute(use_reentrant=False) has, that one says what
+    is kept."""
+    with ExitStack() as stack:
+        with suppress(ValueError):
+            stack.enter_context(hooks)
+        yield
+
+
 class _Regathered:
     """Has an operator save for backward how to gather K and V once more, in place of what was gathered."""
 
@@ -186,7 +196,7 @@ class _Regathered:
             # NOTE: detached, because an output that is saved with its graph would hold what holds it, for ever.
             return x.detach(), x.inplace_version
 
-        return paddle.autograd.saved_tensors_hooks(pack, self._unpack)
+        return _unless_inside_others(paddle.autograd.saved_tensors_hooks(pack, self._unpack))
 
     def _unpack(self, packed: int | tuple[paddle.Tensor, int]) -> paddle.Tensor:
         if isinstance(packed, tuple):

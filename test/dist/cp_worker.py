@@ -16,6 +16,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
+import wrapping_checks
 from cp_cases import CASES, CpCase
 from paddle.base import core
 from rank_inputs import TIMEOUT_S, RankInputs, growth_bytes, start
@@ -161,6 +162,7 @@ def main() -> None:
     check_shards(group)
     check_refilled_mask(group)
     check_gathered_again(group)
+    wrapping_checks.check_wrapped(group)
     if group is not None:
         check_comm(group)
         check_reduce_dtype(group)
