@@ -55,8 +55,8 @@ def step_times(records: Iterable[Record]) -> str:
               "best all-gather ÷ fm3", "ring ÷ fm3", "all-gather ÷ fm3's kernels", "ring ÷ fm3's kernels", "hidden",
               "copies hidden", "imbalance"]  # fmt: skip
     caption = (
-        'Milliseconds of forward / backward / both, the slowest rank\'s; "kernels": the step if nothing had to move and '
-        'no rank waited; "hidden": beside that step; "copies hidden": beside one in which only the copies are left out.'
+        'Milliseconds of forward / backward / both, the slowest rank\'s; "kernels": the step if nothing had to move '
+        'and no rank waited; "hidden": beside that step; "copies hidden": beside one without the copies alone.'
     )
     return _table(header, rows, used, caption)
 

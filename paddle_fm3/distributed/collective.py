@@ -169,8 +169,8 @@ class _GatherKeysValues(PyLayer):
 
 @contextmanager
 def _unless_inside_others(hooks: Any) -> Iterator[None]:
-    """Paddle takes one pair of hooks at a time. Inside another, as recompute(use_reentrant=False) has, that one says what
-    is kept."""
+    """Paddle takes one pair of hooks at a time. Inside another, as recompute(use_reentrant=False) has, that one says
+    what is kept."""
     with ExitStack() as stack:
         with suppress(ValueError):
             stack.enter_context(hooks)
