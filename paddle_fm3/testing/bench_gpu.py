@@ -45,7 +45,8 @@ MAX_RELATIVE_ERROR = 5e-3  # in the Frobenius norm, against fp32; rounding P, dS
 def run(bench: str, options: BenchOptions) -> Iterator[Record]:
     """Records of bench "attention" (phases "fwd", "bwd", "total") or "schedule".
 
-    A case may name its implementations: "8k_full:fm3,fa4". One that has no such mask, or is not installed, has no line.
+    A case may name its implementations, and its dtype: "8k_full:fm3,fa4", "8k_full:fm3:float16". One that has no such
+    mask, or is not installed, has no line.
 
     Raises:
         ValueError: another bench was asked for.
@@ -60,9 +61,9 @@ def run(bench: str, options: BenchOptions) -> Iterator[Record]:
     matmul_tflops = measure_matmul()
     with PowerLog(str(torch.cuda.get_device_properties(0).uuid)) as power:
         for idx, text in enumerate(options.cases or CASES):
-            name, _, own_impls = text.partition(":")
+            name, own_impls, own_dtype, *_ = [*text.split(":"), "", ""]
             impls = tuple(own_impls.split(",")) if own_impls else options.impls or IMPLS
-            for dtype in options.dtypes or ("bfloat16",):
+            for dtype in (own_dtype,) if own_dtype else options.dtypes or ("bfloat16",):
                 yield from run_case(
                     identity, name, dtype, impls, matmul_tflops=matmul_tflops, repeats=options.repeats, power=power,
                     is_reversed=idx % 2 == 1,
