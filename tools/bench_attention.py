@@ -6,7 +6,7 @@
     tools/bench_attention.py --device cpu --case 8k_window --impl fm3 --json results/attention_cpu.jsonl
     tools/bench_attention.py --device cpu --bench memory      # peak memory above inputs and outputs
     tools/bench_attention.py --device gpu --json results/attention_gpu.jsonl
-    tools/bench_attention.py --device gpu --case 8k_full:fm3,fa4 --case 8k_full:fm3:float16     # with its own peers, dtype
+    tools/bench_attention.py --device gpu --case 8k_full:fm3,fa4 --case 8k_full:fm3:float16      # with peers, dtype
     tools/bench_attention.py --device gpu --bench schedule    # time to prepare a mask
 
 A device's part is paddle_fm3/testing/bench_<device>.py; it provides CASES, IMPLS, COLUMNS and
