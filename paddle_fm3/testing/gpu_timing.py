@@ -22,6 +22,7 @@ from paddle_fm3.testing.gpu_power import PowerLog
 
 HEATING_S = 0.5  # by the timed call itself, ahead of every block
 TIMED_S = 0.12
+_ESTIMATE_S = 0.05  # of the heating: calls that are waited for; the others are enqueued in front of the timed ones
 MIN_CALLS, MAX_CALLS = 3, 40  # timed in a block
 _WAIT_CYCLES = 2_000_000  # about a millisecond: longer than the host takes to enqueue a call
 _FLUSH_BYTES = 256 << 20  # several times the L2
@@ -66,8 +67,7 @@ def heat(call: Call, seconds: float) -> float:
 def time_block(call: Call, repeats: int | None = None, power: PowerLog | None = None) -> Block:
     """Heats with `call`, then times it; `repeats`: default what fits in TIMED_S."""
     begin_s = time.perf_counter()
-    heat(call, 0.0)  # the first call may allocate or load
-    duration_s = heat(call, 0.0)
+    duration_s = heat(call, _ESTIMATE_S)
     left_s = HEATING_S - (time.perf_counter() - begin_s)
     num_calls = repeats or min(max(MIN_CALLS, math.ceil(TIMED_S / duration_s)), MAX_CALLS)
     stamps = ClockStamps(num_calls)
