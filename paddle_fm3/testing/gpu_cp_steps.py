@@ -32,13 +32,14 @@ from paddle_fm3.distributed.device import Sm90Device
 from paddle_fm3.distributed.device_execute import DeviceAttention
 from paddle_fm3.distributed.device_ipc import IpcTransport
 from paddle_fm3.distributed.device_trace import DeviceTrace
-from paddle_fm3.distributed.device_transport import DeviceTransport, Ticket
-from paddle_fm3.distributed.trace import Trace
+from paddle_fm3.distributed.device_transport import Ticket
+from paddle_fm3.distributed.trace import Trace, hidden_us
 from paddle_fm3.testing.gpu_cp import RankStep, relative_errors
 
 Job = dict[str, Any]
 _Figure = tuple[Job, str, Callable[[], None], Callable[[], None]]  # where it goes, its name, what to set, one call
 _HEAD_START = 1_000_000  # cycles a call and more than the host takes to enqueue one
+_NUM_TRACED = 3
 
 
 class QuietDevice(Sm90Device):
@@ -130,10 +131,12 @@ def run(process: Any, jobs: list[Job]) -> list[Job]:
     stream, results = process.stream, []
     figures: list[_Figure] = []
     quiet: list[tuple[_Parts, RankStep]] = []
+    steps: list[RankStep] = []
     with torch.cuda.stream(stream):
         for job in jobs:
             moving, ipc = process.attention(job)
             step, rows = process.step(job, moving)
+            steps.append(step)
             result: Job = {"forward_mode": moving.mode_of(step.work)}
             results.append(result)
             begin_s = time.perf_counter()
@@ -163,10 +166,9 @@ def run(process: Any, jobs: list[Job]) -> list[Job]:
                 set_up()
                 process.exchange(jobs[0]["num_ranks"])({"next": name})  # together
                 result.setdefault(name, []).append(_time(call, calls, stream))
-        for job in jobs:
-            if job.get("has_trace"):
-                moving, ipc = process.attention(job)
-                _trace_step(process, job, process.step(job, moving)[0], moving, ipc)
+        for job, step, result in zip(jobs, steps, results, strict=True):
+            if job.get("has_parts") or job.get("has_trace"):
+                result["overlapped_pct"] = _trace_steps(process, job, step)
     return results
 
 
@@ -215,14 +217,21 @@ def _time(call: Callable[[], None], calls: int, stream: torch.cuda.Stream) -> fl
     return round(begin.elapsed_time(end) / calls, 5)
 
 
-def _trace_step(process: Any, job: Job, step: RankStep, attention: DeviceAttention, ipc: DeviceTransport) -> None:
-    """One more forward and backward, after two others; what streams did goes to out/trace_<job>_rank<rank>.json."""
-    trace = Trace()
-    device_trace = DeviceTrace(process.device, trace)
+def _trace_steps(process: Any, job: Job, step: RankStep) -> float:
+    """Of the time in which rows came to this rank the share in which it had attention or sums in hand, over a few steps
+    after two others. The last one's timeline goes to out/trace_<job>_rank<rank>.json if it is wanted."""
+    attention, ipc = process.attention(job)
     process.stream.synchronize()
     process.exchange(job["num_ranks"])({"traced": job["name"]})
-    for kept in (None, None, device_trace):
-        attention.trace = ipc.trace = kept
+    moving_us, both_us = 0.0, 0.0
+    for number in range(2 + _NUM_TRACED):
+        trace = Trace()
+        attention.trace = ipc.trace = None if number < 2 else DeviceTrace(process.device, trace)
         _step(step)
+        process.stream.synchronize()
+        moving, both = hidden_us(trace.spans)
+        moving_us, both_us = moving_us + moving, both_us + both
     attention.trace = ipc.trace = None
-    trace.save(Path(process.config["out"]) / f"trace_{job['name']}_rank{process.rank}.json", process.rank)
+    if job.get("has_trace"):
+        trace.save(Path(process.config["out"]) / f"trace_{job['name']}_rank{process.rank}.json", process.rank)
+    return round(100 * both_us / moving_us, 1) if moving_us else 100.0

@@ -49,7 +49,7 @@ def lines_of(job: dict) -> list[dict]:
         errors = {name: 1e-3 * (rank + 1) for name in ("out", "dq")}
         lines.append(
             {"job": job["name"], "rank": rank, "forward_mode": "rows", "prepare_ms": rank + 0.5, "errors": errors}
-            | {"bytes_received": 5_000_000 * (rank + 1)}
+            | {"bytes_received": 5_000_000 * (rank + 1), "overlapped_pct": 80.5 + rank}
             | own
         )
     return lines
@@ -94,6 +94,7 @@ def test_a_record_takes_the_slowest_rank_of_each_loop(gpu: ModuleType, folder: P
     # Shown: 0.1 of the forward's 0.5 and 0.1 of the backward's 1.0; if ranks wait anyway 0.05 of the backward's.
     assert record["comm_hidden_pct"] == pytest.approx(86.7) and record["refcheck"] == "pass"
     assert record["copies_hidden_pct"] == pytest.approx(96.7) and record["bwd_paced_ms"] == 3.05
+    assert record["overlapped_pct"] == 80.5
     assert "comm_hidden_pct" not in records[1]
     assert record["max_relative_error"] == 2e-3 and record["prepare_ms"] == 1.5 and record["forward_mode"] == "rows"
     gflop = jobs[0]["fields"]["gflop_fwd"]

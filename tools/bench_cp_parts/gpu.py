@@ -283,6 +283,8 @@ def _fields(job: dict[str, Any], own: list[dict[str, Any]]) -> dict[str, Any]:
             for part in ("fwd", "bwd")
             for prefix in ("", "paced_", "still_", "transfers_")
         })  # fmt: skip
+    if "overlapped_pct" in own[0]:
+        fields["overlapped_pct"] = min(line["overlapped_pct"] for line in own)
     fields["mb_moved"] = round(sum(line["bytes_received"] for line in own) / 1e6, 2)
     errors = {name: float(np.max([line["errors"][name] for line in own])) for name in own[0]["errors"]}  # NaN stays
     fields["max_relative_error"] = float(f"{np.max(list(errors.values())):.2g}")
