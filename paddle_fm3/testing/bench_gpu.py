@@ -5,7 +5,7 @@ Each block of timed calls follows half a second of the same calls (gpu_timing.py
 implementations is turned round, so that none always comes first. A total is forward plus backward. The clock at which
 a block ran, and so its cycles, and the power are kept beside its time. Before that every output is compared with fp32:
 all rows and keys of the first and the last key/value head and their query heads (with grouped queries of the first one
-only).
+only), and the deterministic backward is repeated.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ COLUMNS = {
     "schedule": ("case", "us_scan_median", "us_lists_median", "us_median", "us_p10", "us_p90", "us_cold_median",
                  "schedule_bytes", "refcheck"),
 }  # fmt: skip
+REPEATS = 3  # of the deterministic backward, compared bit for bit
 MAX_RELATIVE_ERROR = 5e-3  # in the Frobenius norm, against fp32; rounding P, dS and the result to bf16 gives 2.4e-3
 
 
@@ -99,7 +100,7 @@ def run_case(
         stats = {"fwd": fwd.stats, "bwd": bwd.stats, "total": _sum(fwd.stats, bwd.stats)}
         fields: dict[str, Record] = {"fwd": fwd.fields(), "bwd": bwd.fields(), "total": {}}
         for phase in ("bwd", "total") if is_deterministic else ("fwd", "bwd", "total"):
-            measured = {key: value for key, value in errors[impl].items() if phase == "total" or _PHASE[key] == phase}
+            measured = {key: value for key, value in errors[impl].items() if phase in ("total", _PHASE_OF_CHECK[key])}
             extra: Record = {"errors": measured, **fields[phase]}
             if impl.startswith("fm3"):
                 extra["workspace_bytes"] = attentions[impl].workspace_bytes[phase]  # type: ignore[attr-defined]
@@ -111,12 +112,14 @@ def run_case(
 
 
 _PHASE = {"out": "fwd", "dq": "bwd", "dk": "bwd", "dv": "bwd"}
+_PHASE_OF_CHECK = {**_PHASE, "unequal_repeats": "bwd"}
 
 
 def make_and_check(
     problem: Problem, impls: tuple[str, ...], library: Any
 ) -> tuple[dict[str, Attention], dict[str, dict[str, float]]]:
-    """The implementations that serve the case, and impl -> output -> largest relative error over the compared heads.
+    """The implementations that serve the case, and impl -> output -> largest relative error over the compared heads;
+    for the deterministic mode also how many repeats differ.
 
     A peer that fails is named and left out.
     """
@@ -145,12 +148,22 @@ def make_and_check(
             attention = gpu_peers.make(impl, problem, library)
             if attention is not None:
                 errors[impl] = errors_of(attention)
+                if impl == "fm3_deterministic":
+                    errors[impl]["unequal_repeats"] = count_unequal_repeats(attention)
                 attentions[impl] = attention
         except Exception as error:  # peers raise what they like
             if impl.startswith("fm3"):
                 raise
             print(f"{case.name}: {impl} does not run: {type(error).__name__}: {str(error)[:300]}", flush=True)
     return attentions, errors
+
+
+def count_unequal_repeats(attention: Attention) -> int:
+    """Of a few more calls of the backward, those with another bit somewhere: none may be in the deterministic mode."""
+    first = [gradient.clone() for gradient in attention.backward()]
+    return sum(
+        not all(torch.equal(x, y) for x, y in zip(first, attention.backward(), strict=True)) for _ in range(REPEATS)
+    )
 
 
 def time_all(
