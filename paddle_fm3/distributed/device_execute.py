@@ -314,7 +314,8 @@ class DeviceAttention:
         dq_parts = self._scratch_parts("dq", num_calls if num_calls > 1 else 0, dq.num_elems * ELEM_BYTES)
         # Behind a single call there is nothing that sums and messages would hold up.
         side = self._side if self._side is not None and num_calls > 1 else stream
-        streams = [stream, *self._extra]
+        # The first call takes the executor's own stream, whose blocks come before those of the caller's.
+        streams = [*self._extra, stream] if num_calls > 1 else [stream]
         self._fork(stream, [*self._extra, side])
         num_called, next_batch = 0, 0
         for call_idx, params in enumerate(bound.backward[slot]):

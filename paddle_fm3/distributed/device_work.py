@@ -150,7 +150,7 @@ class DeviceWork:
         """Tables of one rank. Deterministic; ranks need not talk about it, and may differ in `bwd_style`.
 
         Args:
-            bwd_style: backward calls: "plan" as the plan's steps, "two" for own and for received rows, or "one". Fewer
+            bwd_style: backward calls: "plan" as the plan's steps, "two" for received and for own rows, or "one". Fewer
                 calls hide less of the transfers and cost less themselves.
         """
         bwd_calls, reduce_after = _bwd_calls(plan, rank_plan, bwd_style)
@@ -199,8 +199,8 @@ def _bwd_calls(plan: CpPlan, rank_plan: RankPlan, style: str) -> tuple[tuple[Key
         calls = tuple(_as_call(plan, step) for step in steps)
         call_of = list(range(len(steps)))
     elif style == "two":
-        calls = (KeyRange((), 0, num_own), KeyRange(everything, num_own, num_k_rows))
-        call_of = [1 if step.stage else 0 for step in steps]
+        calls = (KeyRange(everything, num_own, num_k_rows), KeyRange((), 0, num_own))
+        return calls, (0,) * len(_phases(plan.reduce))  # own rows are in no message
     else:
         calls = (KeyRange(everything, 0, num_k_rows),)
         call_of = [0] * len(steps)

@@ -96,7 +96,7 @@ def planned_attention_on_gpu(
         rank_plan = plan.rank_plan(0 if communicator is None else communicator.rank, mask)
         cost = CostModel(h_q=q.shape[2], h_kv=k.shape[2], d=q.shape[3])
         work = DeviceWork.of(
-            plan, rank_plan, is_wire_float32=reduce_dtype == "float32", bwd_style=choose_bwd_style(plan, cost, causal)
+            plan, rank_plan, is_wire_float32=reduce_dtype == "float32", bwd_style=choose_bwd_style(plan, cost)
         )
         found = _Seen(attention.prepare(work), kept, block_mask)
         _free_unused()

@@ -140,3 +140,25 @@ def test_a_backward_s_first_passes_do_not_wait_for_keys() -> None:
         group.world.hold()
         group.world.run()
         check(collect(), inputs, mask)
+
+
+def test_sums_travel_while_a_backward_in_two_calls_still_computes() -> None:
+    """Received keys come first: their dK and dV are under way before the call of the own keys has run."""
+    mask = builders.causal(2 * ROWS)
+    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=1))
+    with group_of(2) as group:
+        inputs = inputs_of(mask, 1)
+        collect = group.step(plan, mask, inputs, SCALE, bwd_styles=("two", "two"))
+        first, own = zip(*((rank.attention._extra[0], rank.stream) for rank in group.ranks), strict=True)
+        held: list[int] = []
+        while len(held) < 2:
+            assert group.world._step()
+            held = [stream for stream in own if group.world.head(stream).startswith("backward")]
+            group.world.hold(*held)
+        group.world.run_until_stuck()
+        history = group.world.history
+        begin = max(history.index((stream, "backward")) for stream in first)
+        assert {(pull_stream(group, rank), "copy") for rank in range(2)} <= set(history[begin:])
+        group.world.hold()
+        group.world.run()
+        check(collect(), inputs, mask)

@@ -131,7 +131,7 @@ def make_plans(cases: list[Case], folder: Path, calls: dict[int, int], loops: in
         cost = CostModel(h_q=h_q, h_kv=h_kv, d=HEAD_DIM)
         strategy = case.impl.partition("+")[0]
         plan = build_plan(mask, case.num_ranks, topology=topology, strategy=strategy, cost=cost)
-        style = case.bwd_style or choose_bwd_style(plan, cost, mask.is_causal)
+        style = case.bwd_style or choose_bwd_style(plan, cost)
         sizes = (case.num_ranks, case.s_local, case.heads, case.mask_name)
         if case.impl == "fm3":
             styles[sizes] = style
