@@ -162,6 +162,9 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   take(&args->turns, params.is_deterministic ? num_masks * num_k_tiles * num_q_tiles : 0);
   take(&args->lse_log2, num_rows);
   take(&args->minus_delta, num_rows);
+  const int64_t ring_floats = ring_tiles * kBlockQ * kernel.dim_qk;
+  // In a fixed order the first part of a sum is stored, not added.
+  if (params.is_deterministic) take(&args->dq_ring, ring_floats);
   const int64_t zeroed_begin = offset;
   take(&args->next_work, 1);
   take(&args->next_finished, 1);
@@ -172,7 +175,7 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   take(&args->head_done, int64_t{shape.b} * shape.h_q);
   take(&args->kv_counts, kv_sum_tiles * 8);
   take(&args->ring_counts, ring_tiles * kernel.dq_parts);
-  take(&args->dq_ring, ring_tiles * kBlockQ * kernel.dim_qk);
+  if (!params.is_deterministic) take(&args->dq_ring, ring_floats);
   take(&args->kv_sums, kv_sum_tiles * kv_tile_floats);
   in->zeroed = base + zeroed_begin;
   in->zeroed_bytes = offset - zeroed_begin;

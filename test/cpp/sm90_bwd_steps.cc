@@ -55,6 +55,11 @@ int32_t goes_by_key(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary*
   return sm90_bwd::goes_by_key(*in, *visits);
 }
 
+int32_t choose_item_walk(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary* visits,
+                         int32_t same_mask) {
+  return sm90_bwd::choose_item_walk(*in, *visits, same_mask != 0);
+}
+
 float plan_cost(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary* visits,
                 int32_t part_heads, int32_t together) {
   return sm90_bwd::plan_cost(*in, *visits, part_heads, together);

@@ -25,8 +25,8 @@ from gpu_support import (  # noqa: E402
 
 from paddle_fm3 import _native  # noqa: E402
 from paddle_fm3.testing.cases import AttentionCase  # noqa: E402
-from paddle_fm3.testing.gpu_call import Sm90, Sm90Error  # noqa: E402
-from paddle_fm3.testing.gpu_call_bwd import Gradients, Sm90Backward  # noqa: E402
+from paddle_fm3.testing.gpu_call import GpuMask, Sm90, Sm90Error  # noqa: E402
+from paddle_fm3.testing.gpu_call_bwd import BackwardInputs, Gradients, Sm90Backward  # noqa: E402
 from paddle_fm3.testing.hostile_cases import HOSTILE_CASES, hostile_case  # noqa: E402
 
 pytestmark = needs_sm90
@@ -119,6 +119,36 @@ def test_deterministic_repeats_bitwise(backend: Sm90Backward, kind: str, d: int)
     for _ in range(5):
         again = backend.backward(inputs, mask, is_deterministic=True)
         assert_same_bits(case.name, values(first), values(again))
+
+
+def test_deterministic_groups_that_walk_down(backend: Sm90Backward) -> None:
+    """Enough key heads in groups that key tiles are added in ascending order (test_a_fixed_order_walks_down_only_by_key
+    of test/unit/test_sm90_bwd_plan.py has these sizes)."""
+    inputs, mask = make_inputs(wide_case("causal", s=2048, b=8, heads=(16, 8), d=64), torch.bfloat16)
+    first = backend.backward(inputs, mask, is_deterministic=True)
+    check_backward("walks down", inputs, mask, first)
+    for _ in range(20):
+        assert_same_bits("walks down", values(first), values(backend.backward(inputs, mask, is_deterministic=True)))
+
+
+@pytest.mark.parametrize(("kind", "s", "heads"), [("causal", 32768, (32, 4)), ("full", 8192, (8, 8))], ids=str)
+def test_a_swap_of_two_addends_would_show(backend: Sm90Backward, kind: str, s: int, heads: tuple[int, int]) -> None:
+    """All keys are one, so dQ is what rounding leaves of sums that cancel: a row tile whose parts are added in another
+    order differs nearly everywhere, where rounding to bf16 would hide it. At 32K the sums do not fit into L2."""
+    b, d = 1, 128
+    case = wide_case(kind, s=s, b=b, heads=heads, d=d)
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = (
+        torch.randn((b, s, h, d), generator=generator, device="cuda", dtype=torch.bfloat16)
+        for h in (heads[0], heads[1], heads[1], heads[0])
+    )
+    k.copy_(k[:, :1].expand_as(k).clone())
+    mask = GpuMask.of(case)
+    out, lse = Sm90(backend.library).forward(q, k, v, mask)
+    inputs = BackwardInputs(q, k, v, out, lse, dout)
+    first = values(backend.backward(inputs, mask, is_deterministic=True))
+    for _ in range(8):
+        assert_same_bits(case.name, first, values(backend.backward(inputs, mask, is_deterministic=True)))
 
 
 def test_a_thousand_deterministic_runs_are_equal(backend: Sm90Backward) -> None:

@@ -174,6 +174,82 @@ def test_keys_come_in_order_only_where_late_ones_are_cheap(library: ctypes.CDLL)
     assert goes_by_key((32, 4), 64, 16384, received)
 
 
+def test_a_fixed_order_walks_down_only_by_key(library: ctypes.CDLL) -> None:
+    def walk(heads: tuple[int, int], b: int, visits: VisitSummary, same_mask: bool = True, **options: bool) -> int:
+        given = plan_input(heads, b, 8192, **options)
+        return library.choose_item_walk(ctypes.byref(given), ctypes.byref(visits), same_mask)
+
+    fixed = {"deterministic": True}
+    assert walk((32, 4), 16, causal(8192), **fixed) == DOWN_ALIGNED
+    assert walk((32, 4), 16, causal(8192), same_mask=False, **fixed) == UP  # heads with orders of their own
+    assert walk((32, 4), 1, causal(8192), **fixed) == UP  # the longest first is what few items need
+    assert walk((32, 32), 16, causal(8192), **fixed) == UP
+    assert walk((32, 32), 16, causal(8192)) == DOWN_ALIGNED
+    assert walk((32, 4), 16, full(8192), **fixed) == UP_ALIGNED
+    # What test/gpu counts on.
+    given = plan_input((16, 8), 8, 2048, deterministic=True)
+    assert library.choose_item_walk(ctypes.byref(given), ctypes.byref(causal(2048)), True) == DOWN_ALIGNED
+
+
+def finishes(
+    visits: list[list[int]], by_key: bool, down: bool, heads: int, num_ctas: int, rng: random.Random,
+    turns_by_key: bool | None = None,
+) -> bool:  # fmt: skip
+    """Whether CTAs that claim key tiles in their order, and add to each row tile's sum in turns, all come to an end.
+
+    `visits`: row tiles of each key tile. Every head part has the same; heads of an item are inside the rows.
+    """
+    keys = list(range(len(visits)))
+    order = keys if by_key else keys[::-1]
+    turn_order = keys if (by_key if turns_by_key is None else turns_by_key) else keys[::-1]
+    turns = {(tile, row): sum(row in visits[before] for before in turn_order[:rank])
+             for rank, tile in enumerate(turn_order) for row in visits[tile]}  # fmt: skip
+    items = [(part, tile) for part in range(2) for tile in order]
+    counts: dict[tuple[int, int, int], int] = {}
+    next_item, walks = 0, [iter(()) for _ in range(num_ctas)]
+    current: list[tuple[int, int, int, int] | None] = [None] * num_ctas  # part, head, row, turn
+    ended, stuck = set(), set()
+    while len(ended) < num_ctas:
+        cta = rng.choice([idx for idx in range(num_ctas) if idx not in ended])
+        if current[cta] is None:
+            current[cta] = next(walks[cta], None)
+        if current[cta] is None:
+            if next_item == len(items):
+                ended.add(cta)
+            else:
+                part, tile = items[next_item]
+                next_item += 1
+                rows = sorted(visits[tile], reverse=down)
+                walks[cta] = iter([(part, head, row, turns[tile, row]) for row in rows for head in range(heads)])
+            stuck.clear()
+            continue
+        part, head, row, turn = current[cta]
+        if counts.get((part, head, row), 0) != turn:
+            stuck.add(cta)
+            if len(stuck | ended) == num_ctas:
+                return False
+            continue
+        counts[part, head, row] = turn + 1
+        current[cta] = None
+        stuck.clear()
+    wanted = {row: sum(row in rows for rows in visits) for row in range(64)}
+    assert all(count == wanted[row] for (_, _, row), count in counts.items())
+    return True
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_nobody_waits_forever_for_a_turn(seed: int) -> None:
+    """Any mask, walked either way: turns follow the order of the list."""
+    rng = random.Random(seed)
+    visits = [[row for row in range(rng.randint(0, 8)) if rng.random() < 0.8] for _ in range(rng.randint(1, 8))]
+    for by_key, down in itertools.product((False, True), repeat=2):
+        assert finishes(visits, by_key, down, rng.randint(1, 3), rng.randint(1, 6), rng)
+
+
+def test_turns_against_the_order_of_claims_are_noticed() -> None:
+    assert not finishes([[0], [0]], True, True, 1, 1, random.Random(0), turns_by_key=False)
+
+
 def test_the_cheapest_plan_is_chosen(library: ctypes.CDLL) -> None:
     for heads, b, s in itertools.product(((32, 4), (8, 1), (64, 8)), (1, 4), (4096, 32768)):
         given, visits = plan_input(heads, b, s), causal(s)

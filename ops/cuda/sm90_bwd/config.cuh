@@ -50,9 +50,10 @@ constexpr uint32_t kStepPartial = 1, kStepBoundsSlot = 2;
 // A dQ part that has been added to the ring, to be counted, or the only part of its sum.
 struct DqEvent {
   int32_t b_idx, h_q_idx, q_tile_idx;
-  int32_t num_visits;  // < 0: counted, it is the last; 0: no more events
+  int32_t num_visits;  // parts of its sum, or one of the three below
   int32_t ring_sum_idx, part_idx;
 };
+constexpr int32_t kInOrder = -1, kLastInOrder = -2, kNoMoreEvents = 0;
 
 // Index of the mask that query head h_q_idx of batch entry b_idx obeys, in [0, b * h_mask).
 __device__ __forceinline__ int32_t mask_index(const KernelArgs& args, int32_t b_idx,

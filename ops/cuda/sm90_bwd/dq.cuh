@@ -9,8 +9,9 @@
 // one sum a part, in the same order.
 //
 // Claim:      every output row tile is written once, by the sum of all its parts, and the ring is
-//             all zeros when head_done says that a head has left it.
-// Because:    a part is counted only after its reduction completed in L2, so the one who counts
+//             all zeros when head_done says that a head has left it (in a fixed order the first part is
+//             stored, not added: there it may hold anything).
+// Because:    a part is counted, with release, only after its reduction completed, so the one who counts
 //             the last part sees all of them and lists the sum; a place in the list is one converter's,
 //             who zeroes the sum before it counts the tile as done, and a new head's first reduction
 //             waits for all the tiles of the head it follows.
@@ -18,7 +19,8 @@
 //             wait for the ring could then be for work nobody has).
 // Tested by:  test/gpu/test_sm90_bwd.py (outputs start as NaN, the workspace as garbage); the ring's reuse
 //             by test_ring_is_reused while its heads exceed ring_slots (161 at 2048 keys), and by the check
-//             of tools/bench_attention.py at 8K (512 heads, 41 slots)
+//             of tools/bench_attention.py at 8K (512 heads, 41 slots); the fixed order by
+//             test_a_swap_of_two_addends_would_show
 #pragma once
 
 #include "config.cuh"
@@ -51,8 +53,8 @@ __device__ __forceinline__ int32_t add_acq_rel(int32_t* address, int32_t value) 
                : "memory");
   return old;
 }
-__device__ __forceinline__ void add_without_return(int32_t* address, int32_t value) {
-  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+__device__ __forceinline__ void add_release(int32_t* address, int32_t value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 __device__ __forceinline__ void store_release(int32_t* address, int32_t value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
@@ -133,6 +135,16 @@ __device__ __forceinline__ void reduce_to_ring(float* gmem_dst, const float* sme
       : "memory");
 }
 
+// The same without adding: the first part of a sum where parts come in turns, which needs no zeros.
+__device__ __forceinline__ void store_to_ring(float* gmem_dst, const float* smem_src,
+                                              uint32_t bytes) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(
+          gmem_dst),
+      "r"(ptx::smem_addr(smem_src)), "r"(bytes), "l"(ptx::kEvictLast)
+      : "memory");
+}
+
 // Lane 0 of the writer warp. Values are read from shared memory where they are used: registers are
 // few here.
 template <class C>
@@ -151,7 +163,7 @@ class DqWriter {
       if (tile.num_steps > 0) wait_for_ring(tile);
       for (int32_t part = tile.num_steps * C::kDqParts; part > 0; --part, ++dq_pos.count) {
         // The turn is waited for while the products run, see add().
-        if (C::kDqParts == 1 && tile.flags & kItemInOrder && part < tile.num_steps) {
+        if (C::kDqParts == 1 && args_.is_deterministic && part < tile.num_steps) {
           wait_for_turn(tile, smem_.info[dq_pos.count % kNumInfo]);
         }
         ptx::mbar_wait(&smem_.dq_full, dq_pos.parity());
@@ -162,7 +174,7 @@ class DqWriter {
           add(tile, info, dq_pos.count, part);
         } else {  // the only part: a converter takes it from where it is, and frees `dq`
           drain();
-          reserve(tile.b_idx, 0, info);
+          reserve(tile.b_idx, 0, info, 1);
           publish();
           num_turns_seen_ = 0;
         }
@@ -171,7 +183,7 @@ class DqWriter {
       drain();  // no part of a finished tile may wait for what the next tile waits for
     }
     ptx::mbar_wait(&smem_.event_empty[reserved_.slot()], reserved_.write_parity());
-    smem_.event[reserved_.slot()].num_visits = 0;
+    smem_.event[reserved_.slot()].num_visits = kNoMoreEvents;
     publish();
   }
 
@@ -201,10 +213,14 @@ class DqWriter {
                                       uint32_t dq_count, int32_t parts_left) {
     const int32_t b_idx = tile.b_idx;
     const int32_t sum_idx = sum_index(tile, info);
-    const bool is_in_order = tile.flags & kItemInOrder;
+    const bool is_in_order = args_.is_deterministic;
     if (is_in_order) wait_for_turn(tile, info);
-    reduce_to_ring(args_.dq_ring + static_cast<int64_t>(sum_idx) * Sizes<C>::kPartFloats, smem_.dq,
-                   Sizes<C>::kPartFloats * 4);
+    float* const sum = args_.dq_ring + static_cast<int64_t>(sum_idx) * Sizes<C>::kPartFloats;
+    if (is_in_order && info.visits_order >> 16 == 0) {
+      store_to_ring(sum, smem_.dq, Sizes<C>::kPartFloats * 4);
+    } else {
+      reduce_to_ring(sum, smem_.dq, Sizes<C>::kPartFloats * 4);
+    }
     ptx::bulk_commit();
     if (is_in_order) {
       ptx::bulk_wait_read<0>();
@@ -216,19 +232,16 @@ class DqWriter {
         num_turns_seen_ = load_relaxed(args_.ring_counts +
                                        sum_index(tile, smem_.info[(dq_count + 1) % kNumInfo]));
       }
-      // Complete it at once: the next in turn waits for this count, whatever it is that we do next.
+      // Complete it at once: the next in turn waits for its count, whatever it is that we do next.
+      const int32_t turn = info.visits_order >> 16, num_visits = info.visits_order & 0xFFFF;
+      reserve(b_idx, sum_idx, info, turn + 1 == num_visits ? kLastInOrder : kInOrder);
       ptx::bulk_wait<0>();
-      // Nobody waits for the old count: whose turn is the last one knows it.
-      add_without_return(args_.ring_counts + sum_idx, 1);
-      if (static_cast<int32_t>(info.visits_order >> 16) + 1 == (info.visits_order & 0xFFFF)) {
-        reserve(b_idx, sum_idx, info, -1);
-        publish();
-      }
+      publish();
       return;
     }
     ptx::bulk_wait_read<0>();
     ptx::mbar_arrive_as_warp(&smem_.dq_empty[part_idx_]);
-    reserve(b_idx, sum_idx, info);
+    reserve(b_idx, sum_idx, info, info.visits_order & 0xFFFF);
     // The part before this one has had a whole step to complete. (A completed bulk operation is
     // visible to the thread that waited for it: no proxy fence, which would cost 900 cycles here.)
     if (has_unpublished_) {
@@ -245,13 +258,13 @@ class DqWriter {
     has_unpublished_ = false;
   }
   __device__ __forceinline__ void reserve(int32_t b_idx, int32_t ring_sum_idx, const StepInfo& info,
-                                          int32_t sign = 1) {
+                                          int32_t num_visits) {
     ptx::mbar_wait(&smem_.event_empty[reserved_.slot()], reserved_.write_parity());
     volatile DqEvent& event = smem_.event[reserved_.slot()];
     event.b_idx = b_idx;
     event.h_q_idx = info.h_q_idx;
     event.q_tile_idx = info.q_tile_idx;
-    event.num_visits = sign * static_cast<int32_t>(info.visits_order & 0xFFFF);
+    event.num_visits = num_visits;
     event.ring_sum_idx = ring_sum_idx;
     event.part_idx = part_idx_;
     ++reserved_.count;
@@ -279,7 +292,7 @@ __device__ __forceinline__ void run_dq_counter(const KernelArgs& args, Smem<C>& 
     const DqEvent event = smem.event[event_pos.slot()];
     __syncwarp();
     if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.event_empty[event_pos.slot()]);
-    if (event.num_visits == 0) return;
+    if (event.num_visits == kNoMoreEvents) return;
     if (event.num_visits == 1) {  // never in the ring: from where it is, and frees `dq`
 #pragma unroll 1
       for (int32_t piece = 0; piece < Sizes<C>::kPieces; ++piece) {
@@ -289,10 +302,19 @@ __device__ __forceinline__ void run_dq_counter(const KernelArgs& args, Smem<C>& 
       if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.dq_empty[event.part_idx]);
       continue;
     }
-    // Relaxed: a completed reduction has been performed in L2, where this count is performed too;
-    // a release would only wait for this warp's own stores, 600 cycles a step.
-    if (is_leader && (event.num_visits < 0 || add_relaxed(args.ring_counts + event.ring_sum_idx,
-                                                          1) == event.num_visits - 1)) {
+    // With release: a completed reduction is visible to the thread that waited for it, not yet to others. After
+    // a relaxed count some 600 of 8.4 million parts changed places (32K causal, 32/4 heads, in a fixed order). The
+    // writer has no time for the release (8K causal in a fixed order: 20 % more cycles), this warp has.
+    bool is_last = event.num_visits == kLastInOrder;
+    if (is_leader) {
+      int32_t* const count = args.ring_counts + event.ring_sum_idx;
+      if (event.num_visits < 0) {
+        add_release(count, 1);
+      } else {
+        is_last = add_acq_rel(count, 1) == event.num_visits - 1;
+      }
+    }
+    if (is_leader && is_last) {
       __threadfence();
       const int32_t row = (event.b_idx * args.shape.h_q + event.h_q_idx) * args.num_q_tiles;
       store_release(args.finished + add_relaxed(args.next_finished, 1),
@@ -356,10 +378,12 @@ __device__ __forceinline__ void run_dq_converter(const KernelArgs& args, Smem<C>
       if (piece + kBackBuffers - 1 < kPieces) fetch(piece + kBackBuffers - 1);
       ptx::mbar_wait(&smem.dq_back_full[back_pos.slot()], back_pos.parity());
       convert_piece<C>(args, smem.dq_back[back_pos.slot()], piece, event);
+      if (!args.is_deterministic) {
 #pragma unroll
-      for (int block = 0; block < 2 * Sizes<C>::kPiecePairs; ++block) {
-        __stcg(reinterpret_cast<float4*>(gmem_sum + piece * kPieceFloats) + block * 32 + lane,
-               make_float4(0.f, 0.f, 0.f, 0.f));
+        for (int block = 0; block < 2 * Sizes<C>::kPiecePairs; ++block) {
+          __stcg(reinterpret_cast<float4*>(gmem_sum + piece * kPieceFloats) + block * 32 + lane,
+                 make_float4(0.f, 0.f, 0.f, 0.f));
+        }
       }
       __syncwarp();  // before the next load into this buffer
       ++back_pos.count;

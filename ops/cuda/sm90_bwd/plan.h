@@ -64,13 +64,23 @@ constexpr float kSumSteps = 1;        // adding a part's dK and dV to fp32 sums,
 constexpr float kTurnSteps = 2;       // in a fixed order, from one addition to a sum to the next
 constexpr int32_t kMaxTogether = 8;
 
-// Whether the free mode takes the key tiles of a list in the order of keys, so that neighbours run together,
-// and not the longest ones first: where walks begin together and tiles that come late are cheap against all
-// the work that a multiprocessor has.
+// Whether key tiles of a list are taken in the order of keys, so that neighbours run together, and not the
+// longest (in a fixed order: the last) ones first: where walks begin together and tiles that come late are
+// cheap against all the work that a multiprocessor has.
 FM3_HOST_DEVICE bool goes_by_key(const PlanInput& in, const VisitSummary& visits) {
   if (in.group == 1 || choose_walk(visits) != kWalkDownAligned) return false;
   return int64_t{visits.max_late_steps} * in.max_part_heads * 8 * in.num_sms <=
          visits.num_steps * in.group * in.num_kv_heads;
+}
+
+// In a fixed order rows are walked down only where the key tiles are taken in the order of keys, which then
+// is the order of turns, and where the heads of an item have one mask, hence one order.
+FM3_HOST_DEVICE Walk choose_item_walk(const PlanInput& in, const VisitSummary& visits,
+                                      bool same_mask) {
+  const Walk walk = choose_walk(visits);
+  const bool stays =
+      !in.is_deterministic || walk != kWalkDownAligned || (same_mask && goes_by_key(in, visits));
+  return stays ? walk : kWalkUp;
 }
 
 // Expected duration in steps of a multiprocessor, if items have `part_heads` query heads and those of
@@ -96,7 +106,7 @@ FM3_HOST_DEVICE float plan_cost(const PlanInput& in, const VisitSummary& visits,
   if (in.is_deterministic) {
     // Neighbours that begin at the same row tile wait there for their turns.
     const float late = kTurnSteps - head * together / num_k_tiles;
-    if (late > 0 && choose_walk(visits) == kWalkUpAligned) {
+    if (late > 0 && (choose_walk(visits) == kWalkUpAligned || goes_by_key(in, visits))) {
       busy += late * 4 * num_head_parts * num_k_tiles / in.num_sms;
     }
     // Parts of a head that run at the same time wait for each other at their ends.

@@ -3,6 +3,7 @@
 // O and dO at memory speed.
 #include <algorithm>
 
+#include "../schedule/rank.cuh"
 #include "config.cuh"
 #include "steps.h"
 
@@ -109,7 +110,7 @@ __device__ VisitSummary summarize(const KernelArgs& args, int64_t tiles_begin) {
   int64_t num_steps = 0;
   int32_t max_steps = 0, max_late_steps = 0;
   int32_t num_visiting = 0, num_apart_up = 0, num_apart_down = 0;
-  for (int32_t idx = threadIdx.x; idx < args.num_k_tiles; idx += kThreads) {
+  for (int32_t idx = threadIdx.x; idx < args.num_k_tiles; idx += blockDim.x) {
     const int32_t steps = args.tile_steps[tiles_begin + idx];
     num_steps += steps;
     max_steps = max(max_steps, steps);
@@ -147,44 +148,32 @@ __device__ VisitSummary summarize(const KernelArgs& args, int64_t tiles_begin) {
 }
 
 // Free order: longest first, so that what starts last is short, or by key (goes_by_key). Fixed order
-// (deterministic): from the last key tile down. Every row tile is then summed in that order, and under a
-// causal rule or a window the tiles reach it in that order by themselves, because a later tile starts at
-// later rows.
-__global__ void __launch_bounds__(kThreads) order_kernel(KernelArgs args) {
-  __shared__ int32_t smem_steps[kThreads];
+// (deterministic): from the last key tile, rows walked up; every row tile is then summed in that order, and
+// under a causal rule or a window the tiles reach it in that order by themselves, because a later tile starts
+// at later rows. Or by key, rows walked down (choose_item_walk).
+__global__ void __launch_bounds__(sm90::kRankThreads) order_kernel(KernelArgs args) {
   const int64_t tiles_begin = int64_t{blockIdx.y} * args.num_k_tiles;
-  const int32_t tile_idx = blockIdx.x * kThreads + threadIdx.x;
+  const int32_t tile_begin = blockIdx.x * sm90::kRankTiles;
+  const int32_t tile_idx = tile_begin + threadIdx.x % 32;  // the same in every warp
   const bool is_tile = tile_idx < args.num_k_tiles;
   const VisitSummary visits = summarize(args, tiles_begin);
-  const Walk walk = choose_walk(visits);
+  const Walk walk = choose_item_walk(args.plan_input, visits, args.mask.h_mask <= args.shape.h_kv);
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     args.walks[blockIdx.y] = walk;
     if (blockIdx.y == 0) *args.plan = choose_plan(args.plan_input, visits);
   }
-  if (args.is_deterministic) {
-    if (is_tile) args.tile_order[tiles_begin + args.num_k_tiles - 1 - tile_idx] = tile_idx;
-  } else if (goes_by_key(args.plan_input, visits)) {
-    if (is_tile) args.tile_order[tiles_begin + tile_idx] = tile_idx;
-  } else {
-    const int32_t own_steps = is_tile ? args.tile_steps[tiles_begin + tile_idx] : 0;
-    int32_t rank = 0;
-    for (int32_t base = 0; base < args.num_k_tiles; base += kThreads) {
-      const int32_t other_idx = base + threadIdx.x;
-      smem_steps[threadIdx.x] =
-          other_idx < args.num_k_tiles ? args.tile_steps[tiles_begin + other_idx] : -1;
-      __syncthreads();
-      const int32_t num_others = min(kThreads, args.num_k_tiles - base);
-      for (int32_t idx = 0; idx < num_others; ++idx) {
-        const int32_t steps = smem_steps[idx];
-        rank += steps > own_steps || (steps == own_steps && base + idx < tile_idx);
-      }
-      __syncthreads();
-    }
-    if (is_tile) args.tile_order[tiles_begin + rank] = tile_idx;
+  int32_t place = tile_idx;
+  if (args.is_deterministic && walk != kWalkDownAligned) {
+    place = args.num_k_tiles - 1 - tile_idx;
+  } else if (!goes_by_key(args.plan_input, visits)) {
+    const int32_t* const steps = args.tile_steps + tiles_begin;
+    place = sm90::rank_tiles(args.num_k_tiles, tile_begin, is_tile ? steps[tile_idx] : 0,
+                             [&](int32_t idx) { return steps[idx]; });
   }
+  if (threadIdx.x < 32 && is_tile) args.tile_order[tiles_begin + place] = tile_idx;
   int32_t num_shared = 0;
-  for (int32_t row = blockIdx.x * kThreads + threadIdx.x; row < args.num_q_tiles;
-       row += gridDim.x * kThreads) {
+  for (int32_t row = blockIdx.x * blockDim.x + threadIdx.x; row < args.num_q_tiles;
+       row += gridDim.x * blockDim.x) {
     num_shared += args.visits[int64_t{blockIdx.y} * args.num_q_tiles + row] > 1;
   }
   num_shared = __reduce_add_sync(kAllLanes, num_shared);
@@ -225,10 +214,8 @@ __global__ void __launch_bounds__(kThreads) item_kernel(KernelArgs args, int32_t
       sum_of_masks(tile.b_idx, tile.h_q_begin, args.tile_steps + tile.k_tile_idx, args.num_k_tiles);
   const Walk walk = static_cast<Walk>(args.walks[list]);
   const bool same_mask = args.mask.h_mask <= args.shape.h_kv;
-  const bool is_aligned =
-      walk == kWalkUpAligned || (walk == kWalkDownAligned && !args.is_deterministic);
-  tile.flags =
-      (same_mask && is_aligned ? kItemHeadsInside : 0) | (args.is_deterministic ? kItemInOrder : 0);
+  const bool is_aligned = walk == kWalkUpAligned || walk == kWalkDownAligned;
+  tile.flags = same_mask && is_aligned ? kItemHeadsInside : 0;
   tile.ring_row = place.head_part % plan.ring_slots * plan.part_heads - tile.h_q_begin;
   tile.ring_before = place.head_part - plan.ring_slots;
   if (tile.ring_before >= 0) {
@@ -250,9 +237,12 @@ __global__ void __launch_bounds__(kThreads) turn_kernel(KernelArgs args) {
   const int32_t q_tile_idx = blockIdx.x * kThreads + threadIdx.x;
   const int32_t mask_idx = blockIdx.y;
   if (q_tile_idx >= args.num_q_tiles) return;
+  const bool is_by_key = args.walks[mask_idx] == kWalkDownAligned;
   int32_t turn = 0;
 #pragma unroll 8
-  for (int32_t k_tile_idx = args.num_k_tiles - 1; k_tile_idx >= 0; --k_tile_idx) {
+  for (int32_t rank = 0; rank < args.num_k_tiles; ++rank) {
+    const int32_t k_tile_idx =
+        is_by_key ? rank : args.num_k_tiles - 1 - rank;  // as in order_kernel
     const int64_t tile = int64_t{mask_idx} * args.num_k_tiles + k_tile_idx;
     const uint32_t visited = __ldg(args.step_bits + tile * args.num_q_chunks + q_tile_idx / 32).x;
     if ((visited >> (q_tile_idx % 32) & 1) == 0) continue;
@@ -342,7 +332,8 @@ cudaError_t prepare(const KernelArgs& args, const PrepareArgs& in, cudaStream_t 
   const int64_t num_tiles = int64_t{num_masks} * args.num_k_tiles;
   scan_kernel<<<div_up(num_blocks, kWarps), kThreads, 0, stream>>>(args, num_blocks);
   visit_kernel<<<div_up(num_tiles, kWarps), kThreads, 0, stream>>>(args, in.block_k, num_tiles);
-  order_kernel<<<dim3(div_up(args.num_k_tiles, kThreads), num_masks), kThreads, 0, stream>>>(args);
+  order_kernel<<<dim3(div_up(args.num_k_tiles, sm90::kRankTiles), num_masks), sm90::kRankThreads, 0,
+                 stream>>>(args);
   item_kernel<<<div_up(args.max_items, kThreads), kThreads, 0, stream>>>(args, in.dq_parts);
   if (args.is_deterministic) {
     turn_kernel<<<dim3(div_up(args.num_q_tiles, kThreads), num_masks), kThreads, 0, stream>>>(args);
