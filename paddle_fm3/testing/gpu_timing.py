@@ -67,6 +67,7 @@ def heat(call: Call, seconds: float) -> float:
 def time_block(call: Call, repeats: int | None = None, power: PowerLog | None = None) -> Block:
     """Heats with `call`, then times it; `repeats`: default what fits in TIMED_S."""
     begin_s = time.perf_counter()
+    heat(call, 0.0)  # the first call may load and allocate
     duration_s = heat(call, _ESTIMATE_S)
     left_s = HEATING_S - (time.perf_counter() - begin_s)
     num_calls = repeats or min(max(MIN_CALLS, math.ceil(TIMED_S / duration_s)), MAX_CALLS)
