@@ -24,6 +24,7 @@ HEATING_S = 0.5  # by the timed call itself, ahead of every block
 TIMED_S = 0.12
 _ESTIMATE_S = 0.05  # of the heating: calls that are waited for; the others are enqueued in front of the timed ones
 MIN_CALLS, MAX_CALLS = 3, 40  # timed in a block
+MIN_LONG_CALLS = 2  # where one call takes HEATING_S
 _WAIT_CYCLES = 2_000_000  # about a millisecond: longer than the host takes to enqueue a call
 _FLUSH_BYTES = 256 << 20  # several times the L2
 
@@ -67,10 +68,12 @@ def heat(call: Call, seconds: float) -> float:
 def time_block(call: Call, repeats: int | None = None, power: PowerLog | None = None) -> Block:
     """Heats with `call`, then times it; `repeats`: default what fits in TIMED_S."""
     begin_s = time.perf_counter()
-    heat(call, 0.0)  # the first call may load and allocate
-    duration_s = heat(call, _ESTIMATE_S)
+    duration_s = heat(call, 0.0)
+    if duration_s < HEATING_S:  # else it has heated
+        duration_s = heat(call, _ESTIMATE_S)  # the first call may have loaded and allocated
     left_s = HEATING_S - (time.perf_counter() - begin_s)
-    num_calls = repeats or min(max(MIN_CALLS, math.ceil(TIMED_S / duration_s)), MAX_CALLS)
+    fewest = MIN_CALLS if duration_s < HEATING_S else MIN_LONG_CALLS
+    num_calls = repeats or min(max(fewest, math.ceil(TIMED_S / duration_s)), MAX_CALLS)
     stamps = ClockStamps(num_calls)
     events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(num_calls)]
     torch.cuda._sleep(_WAIT_CYCLES)
