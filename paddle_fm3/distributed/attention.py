@@ -87,7 +87,7 @@ def _outside_graphs(attend: Callable[..., Any]) -> Callable[..., Any]:
     @paddle.jit.not_to_static  # as it is into whole graphs, too
     @functools.wraps(attend)
     def attend_anywhere(*arguments: Any, **options: Any) -> Any:
-        is_alone = options.get("plan") is None and _group_of(options.get("group")) is None
+        is_alone = options.get("plan") is None and paddle.distributed.get_world_size() == 1
         return (attend if is_alone else attend_eagerly)(*arguments, **options)
 
     return attend_anywhere
