@@ -214,6 +214,7 @@ std::string make_tensor_maps(const BwdParams& params, const BwdKernel& kernel, K
        kernel.block_k},
       {&args->map_dout, "dout", params.dout, params.stride_dout, shape.s_q, shape.h_q, shape.d_v,
        kBlockQ},
+      {&args->map_dq, "dq", params.dq, params.stride_dq, shape.s_q, shape.h_q, shape.d_qk, 16},
       {&args->map_dk, "dk", params.dk, params.stride_dk, shape.s_k, shape.h_kv, shape.d_qk, 64},
       {&args->map_dv, "dv", params.dv, params.stride_dv, shape.s_k, shape.h_kv, shape.d_v, 64},
   };
@@ -223,19 +224,8 @@ std::string make_tensor_maps(const BwdParams& params, const BwdKernel& kernel, K
                               shape.b, input.s, input.h, input.d, input.rows);
     if (!error.empty()) return error;
   }
-  const struct {
-    const char* name;
-    const void* data;
-    const Strides& stride;
-    int32_t s, h;
-  } others[] = {{"out", params.out, params.stride_out, shape.s_q, shape.h_q},
-                {"dq", params.dq, params.stride_dq, shape.s_q, shape.h_q}};
-  for (const auto& other : others) {
-    const std::string error =
-        sm90::check_vector_access(other.name, other.data, other.stride, shape.b, other.s, other.h);
-    if (!error.empty()) return error;
-  }
-  return "";
+  return sm90::check_vector_access("out", params.out, params.stride_out, shape.b, shape.s_q,
+                                   shape.h_q);
 }
 
 // Without queries or keys every gradient is zero.

@@ -28,8 +28,8 @@ struct alignas(16) TileInfo {
 constexpr uint32_t kItemHeadsInside = 1;
 
 struct KernelArgs {
-  // (d, s, h, b), boxes of 64 columns, 128-byte swizzle; of dk and dv 64 rows.
-  CUtensorMap map_q, map_k, map_v, map_dout, map_dk, map_dv;
+  // (d, s, h, b), boxes of 64 columns, 128-byte swizzle; of dk and dv 64 rows, of dq 16.
+  CUtensorMap map_q, map_k, map_v, map_dout, map_dq, map_dk, map_dv;
   Shape shape;
   MaskView mask;                     // the caller's
   int32_t group;                     // h_q / h_kv

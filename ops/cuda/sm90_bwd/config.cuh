@@ -27,7 +27,7 @@ using sm90::ColumnHull;
 
 constexpr int kNumInfo = 8;      // steps remembered; > C::kQStages + what the dQ writer may lag
 constexpr int kNumEvents = 8;    // added dQ parts waiting to be counted
-constexpr int kBackBuffers = 6;  // pieces of a finished dQ sum on their way to the converter
+constexpr int kBackBuffers = 6;  // for pieces of a finished dQ sum, see dq_convert.cuh
 constexpr int kNumConsumerWarps = 8;
 constexpr int kNumThreads = 384;  // warpgroup 0: loader, writer, counter, converter; 1, 2: products
 constexpr int kLoaderWarp = 0, kWriterWarp = 1, kCounterWarp = 2;  // 3: converter
@@ -105,6 +105,9 @@ struct Sizes {
   static constexpr int kUnitPieces = kUnitBlocks / (2 * kPiecePairs);
   static constexpr int kPieces = 8 * kUnitPieces;             // of a part
   static constexpr int kPieceFloats = kPartFloats / kPieces;  // what a converter fetches
+  // [16 rows, 64 columns] of a part are one unit or two: they leave by TMA.
+  static constexpr bool kTilesUnits = kUnitBlocks == 8 || kUnitBlocks == 4;
+  static constexpr int kTileUnits = 8 / kUnitBlocks;
   static constexpr int kDqArrivals = kNumConsumerWarps / C::kDqParts;
 };
 
@@ -119,7 +122,7 @@ struct Sizes {
 // dout_empty[.]     8               consumers         loader                overwrite dout, minus_delta
 // dq_full           8 / parts       consumers         writer                read dq
 // dq_empty[part]    1               writer, counter   consumers             overwrite dq with the next
-// dq_back_full[.]   1 + bytes       converter (bulk)  that converter        read dq_back[.]
+// dq_back_full[.]   1 + bytes       converter (bulk)  that converter        read what it fetched to dq_back
 // event_full[8]     1              writer            counter               read event[.]
 // event_empty[8]    1               counter           writer                overwrite event[.]
 // kStepBarrier      256             consumers         consumers             read both halves of ds, cleared rows of
@@ -134,9 +137,9 @@ struct alignas(1024) Smem {
   typename C::T q[C::kQStages][kBlockQ * C::kDim];
   typename C::T dout[C::kDoutStages][kBlockQ * C::kDimV];
   typename C::T ds[C::kDsBuffers][C::kBlockK * kBlockQ];          // dS^T: a row is a key
-  typename C::T p[C::kSplitsColumns ? C::kBlockK * kBlockQ : 8];  // P^T, if both warpgroups need it
   float dq[Sizes<C>::kPartFloats];                                // accumulator order, see dq.cuh
   float dq_back[kBackBuffers][Sizes<C>::kPieceFloats];            // pieces of a finished sum
+  typename C::T p[C::kSplitsColumns ? C::kBlockK * kBlockQ : 8];  // P^T, if both warpgroups need it
   int4 bounds[2][C::kBlockK];
   float lse_log2[C::kQStages][kBlockQ];
   float minus_delta[C::kDoutStages][kBlockQ];

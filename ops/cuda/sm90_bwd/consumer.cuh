@@ -44,13 +44,6 @@ __device__ __forceinline__ void gemm_from_registers(float (&d)[N / 2], const uin
   }
 }
 
-// Four 8x8 matrices to shared memory, this lane giving the address of one row.
-__device__ __forceinline__ void store_matrices(uint32_t smem_row, const uint32_t (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_row),
-               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
-}
-
 // Scores that the bounds hide become -inf. x[4 j + 2 i + e]: key i of the thread's two, row
 // q_first + 8 j + e.
 template <int kBlocks>

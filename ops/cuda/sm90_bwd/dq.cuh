@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warps 1-3: what becomes of each step's part of dQ. See config.cuh for the idea.
+// Warp 1: adds each step's part of dQ to its sum; warps 2 and 3 are in dq_convert.cuh. See config.cuh for the idea.
 //
 // A step's dQ is staged in parts (one of all columns, or one a consumer warpgroup), a part in
 // accumulator order: 8 units [unit blocks][32 lanes] of float4. Unit u, block, lane:
@@ -63,10 +63,12 @@ __device__ __forceinline__ void store_release(int32_t* address, int32_t value) {
 __device__ __forceinline__ void fence_proxy_async_all() {
   asm volatile("fence.proxy.async;" ::: "memory");
 }
-// Waits until *address >= value. Everything it waits for is done by work claimed earlier.
-__device__ __forceinline__ void wait_at_least(const int32_t* address, int32_t value) {
+// Waits until *address >= value, and returns it. Everything it waits for is done by work claimed earlier.
+__device__ __forceinline__ int32_t wait_at_least(const int32_t* address, int32_t value) {
   const ptx::SpinLimit limit;
-  while (load_acquire(address) < value) {
+  for (;;) {
+    const int32_t seen = load_acquire(address);
+    if (seen >= value) return seen;
     limit.check();
     __nanosleep(40);
   }
@@ -96,33 +98,11 @@ __device__ __forceinline__ void store_block_pair(T* row, int32_t block_pair, uin
   }
 }
 
-// Converts one piece (`kPiecePairs` block pairs of a unit) of a staged part at `source` in shared
-// memory to dq. One warp.
-template <class C>
-__device__ __forceinline__ void convert_piece(const KernelArgs& args, const float* source,
-                                              int32_t piece_idx, const DqEvent& event) {
-  using T = typename C::T;
-  constexpr int kPairs = Sizes<C>::kPiecePairs;
-  const int32_t lane = threadIdx.x % 32;
-  const int32_t unit_idx = piece_idx / Sizes<C>::kUnitPieces;
-  const int32_t d_begin = (event.part_idx * 2 + unit_idx / 4) * Sizes<C>::kUnitBlocks * 8 +
-                          piece_idx % Sizes<C>::kUnitPieces * (kPairs * 16);
-  const int32_t q_idx = event.q_tile_idx * kBlockQ + unit_idx % 4 * 16 + lane / 4;
-  T* const row = static_cast<T*>(args.dq) + event.b_idx * args.stride_dq.b +
-                 event.h_q_idx * args.stride_dq.h + q_idx * args.stride_dq.s + d_begin;
-  const float scale = args.softmax_scale;
-#pragma unroll
-  for (int pair = 0; pair < kPairs; ++pair) {
-    const float4 left = reinterpret_cast<const float4*>(source)[2 * pair * 32 + lane];
-    const float4 right = reinterpret_cast<const float4*>(source)[(2 * pair + 1) * 32 + lane];
-    store_block_pair<T>(row, pair, ptx::pack2<T>(left.x * scale, left.y * scale),
-                        ptx::pack2<T>(right.x * scale, right.y * scale), q_idx < args.shape.s_q,
-                        args.shape.d_qk - d_begin);
-    store_block_pair<T>(row + 8 * args.stride_dq.s, pair,
-                        ptx::pack2<T>(left.z * scale, left.w * scale),
-                        ptx::pack2<T>(right.z * scale, right.w * scale), q_idx + 8 < args.shape.s_q,
-                        args.shape.d_qk - d_begin);
-  }
+// Four 8x8 matrices to shared memory, this lane giving the address of one row.
+__device__ __forceinline__ void store_matrices(uint32_t smem_row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_row),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
 }
 
 // Adds to the ring; its lines should stay in L2 while Q, dO, K and V stream through.
@@ -281,121 +261,5 @@ class DqWriter {
   int32_t num_turns_seen_ = 0;    // of the next part's sum, at least
   bool has_unpublished_ = false;  // one reduction is in flight and its event not yet announced
 };
-
-// Warp 2. Counts each part once its reduction is complete, and lists the sums that are.
-template <class C>
-__device__ __forceinline__ void run_dq_counter(const KernelArgs& args, Smem<C>& smem) {
-  const bool is_leader = threadIdx.x % 32 == 0;
-  RingPos<kNumEvents> event_pos;
-  for (;; ++event_pos.count) {
-    ptx::mbar_wait(&smem.event_full[event_pos.slot()], event_pos.parity());
-    const DqEvent event = smem.event[event_pos.slot()];
-    __syncwarp();
-    if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.event_empty[event_pos.slot()]);
-    if (event.num_visits == kNoMoreEvents) return;
-    if (event.num_visits == 1) {  // never in the ring: from where it is, and frees `dq`
-#pragma unroll 1
-      for (int32_t piece = 0; piece < Sizes<C>::kPieces; ++piece) {
-        convert_piece<C>(args, smem.dq + piece * Sizes<C>::kPieceFloats, piece, event);
-      }
-      __syncwarp();
-      if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.dq_empty[event.part_idx]);
-      continue;
-    }
-    // With release: a completed reduction is visible to the thread that waited for it, not yet to others. After
-    // a relaxed count some 600 of 8.4 million parts changed places (32K causal, 32/4 heads, in a fixed order). The
-    // writer has no time for the release (8K causal in a fixed order: 20 % more cycles), this warp has.
-    bool is_last = event.num_visits == kLastInOrder;
-    if (is_leader) {
-      int32_t* const count = args.ring_counts + event.ring_sum_idx;
-      if (event.num_visits < 0) {
-        add_release(count, 1);
-      } else {
-        is_last = add_acq_rel(count, 1) == event.num_visits - 1;
-      }
-    }
-    if (is_leader && is_last) {
-      __threadfence();
-      const int32_t row = (event.b_idx * args.shape.h_q + event.h_q_idx) * args.num_q_tiles;
-      store_release(args.finished + add_relaxed(args.next_finished, 1),
-                    (row + event.q_tile_idx) * C::kDqParts + event.part_idx + 1);
-    }
-    __syncwarp();
-  }
-}
-
-// Warp 3. Converts finished sums in the order in which they were listed, whichever CTA's they are: who
-// is last at a row is often last at the next ones too, and would be held up by converting them all.
-template <class C>
-__device__ __forceinline__ void run_dq_converter(const KernelArgs& args, Smem<C>& smem) {
-  constexpr int kPieces = Sizes<C>::kPieces, kPieceFloats = Sizes<C>::kPieceFloats;
-  const int32_t lane = threadIdx.x % 32;
-  const bool is_leader = lane == 0;
-  int32_t num_sums = 0;
-  for (int32_t idx = lane; idx < args.mask.b * args.mask.h_mask; idx += 32) {
-    num_sums += args.shared_rows[idx];
-  }
-  num_sums =
-      __reduce_add_sync(kAllLanes, num_sums) * (args.shape.h_q / args.mask.h_mask) * C::kDqParts;
-  RingPos<kBackBuffers> back_pos;
-  for (;;) {
-    int32_t place = 0, sum = 0;
-    if (is_leader) {
-      place = add_relaxed(args.next_conversion, 1);
-      if (place < num_sums) {
-        wait_at_least(args.finished + place, 1);
-        sum = load_acquire(args.finished + place);
-      }
-    }
-    sum = __shfl_sync(kAllLanes, sum, 0) - 1;
-    if (sum < 0) return;
-    DqEvent event;
-    event.part_idx = sum % C::kDqParts;
-    event.q_tile_idx = sum / C::kDqParts % args.num_q_tiles;
-    const int32_t head = sum / C::kDqParts / args.num_q_tiles;
-    event.b_idx = head / args.shape.h_q;
-    event.h_q_idx = head % args.shape.h_q;
-    const int32_t part_heads = __ldg(&args.plan->part_heads);
-    const int32_t ring_row =
-        head / part_heads % __ldg(&args.plan->ring_slots) * part_heads + event.h_q_idx % part_heads;
-    event.ring_sum_idx =
-        (ring_row * args.num_q_tiles + event.q_tile_idx) * C::kDqParts + event.part_idx;
-    __threadfence();  // after the count
-    fence_proxy_async_all();
-    float* const gmem_sum =
-        args.dq_ring + static_cast<int64_t>(event.ring_sum_idx) * Sizes<C>::kPartFloats;
-    const auto fetch = [&](int32_t piece) {  // into the buffer of back_pos + the pieces in flight
-      if (!is_leader) return;
-      const uint32_t buffer = (back_pos.count + min(piece, kBackBuffers - 1)) % kBackBuffers;
-      Barrier* const back_full = &smem.dq_back_full[buffer];
-      ptx::mbar_arrive_expect_tx(back_full, kPieceFloats * 4);
-      ptx::bulk_load(smem.dq_back[buffer], gmem_sum + piece * kPieceFloats, kPieceFloats * 4,
-                     back_full);
-    };
-    for (int32_t piece = 0; piece < kBackBuffers - 1; ++piece) fetch(piece);
-#pragma unroll 1
-    for (int32_t piece = 0; piece < kPieces; ++piece) {
-      if (piece + kBackBuffers - 1 < kPieces) fetch(piece + kBackBuffers - 1);
-      ptx::mbar_wait(&smem.dq_back_full[back_pos.slot()], back_pos.parity());
-      convert_piece<C>(args, smem.dq_back[back_pos.slot()], piece, event);
-      if (!args.is_deterministic) {
-#pragma unroll
-        for (int block = 0; block < 2 * Sizes<C>::kPiecePairs; ++block) {
-          __stcg(reinterpret_cast<float4*>(gmem_sum + piece * kPieceFloats) + block * 32 + lane,
-                 make_float4(0.f, 0.f, 0.f, 0.f));
-        }
-      }
-      __syncwarp();  // before the next load into this buffer
-      ++back_pos.count;
-    }
-    if (is_leader) args.ring_counts[event.ring_sum_idx] = 0;
-    fence_proxy_async_all();
-    __threadfence();
-    __syncwarp();
-    if (is_leader) {
-      add_acq_rel(args.head_done + head_part(args, event.b_idx, event.h_q_idx), 1);
-    }
-  }
-}
 
 }  // namespace fm3::sm90_bwd

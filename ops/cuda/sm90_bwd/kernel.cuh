@@ -4,7 +4,7 @@
 
 #include "consumer.cuh"
 #include "consumer_wide.cuh"
-#include "dq.cuh"
+#include "dq_convert.cuh"
 #include "loader.cuh"
 
 namespace fm3::sm90_bwd {
