@@ -251,60 +251,82 @@ __global__ void __launch_bounds__(kThreads) turn_kernel(KernelArgs args) {
 }
 
 // --- 6. Rows: lse in log2, delta, and dq of row tiles without visitors --------------------------
-// 16 lanes a row; consecutive blocks take neighbouring heads, which are neighbours in memory.
+// A block reads kRows rows of kHeads neighbouring heads, 16 lanes a head: where rows of all heads lie together,
+// 4 KB at a time.
+constexpr int kRows = 8, kHeads = kThreads / 16;
+static_assert(kBlockQ % kRows == 0);
+
 template <class T>
-__global__ void __launch_bounds__(kThreads) row_kernel(KernelArgs args, PrepareArgs in) {
-  const int32_t h_idx = blockIdx.x, q_tile_idx = blockIdx.y, b_idx = blockIdx.z;
+__device__ __forceinline__ float dot_8(const uint4& x, const uint4& y) {
+  const T* const x_values = reinterpret_cast<const T*>(&x);
+  const T* const y_values = reinterpret_cast<const T*>(&y);
+  float sum = 0.f;
+#pragma unroll
+  for (int idx = 0; idx < 8; ++idx) {
+    sum = fmaf(static_cast<float>(x_values[idx]), static_cast<float>(y_values[idx]), sum);
+  }
+  return sum;
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 2) row_kernel(KernelArgs args, PrepareArgs in) {
+  const int32_t num_groups = (args.shape.h_q + kHeads - 1) / kHeads;
+  const int32_t h_idx = blockIdx.x % num_groups * kHeads + threadIdx.x / 16;
+  const int32_t q_first = blockIdx.x / num_groups * kRows, b_idx = blockIdx.y;
   const int32_t part = threadIdx.x % 16;
-  const int64_t head = int64_t{b_idx} * args.shape.h_q + h_idx;
-  const int64_t padded_rows = int64_t{args.num_q_tiles} * kBlockQ;
-  const T* const out =
-      static_cast<const T*>(in.out) + b_idx * in.stride_out.b + h_idx * in.stride_out.h;
-  const T* const dout =
-      static_cast<const T*>(in.dout) + b_idx * in.stride_dout.b + h_idx * in.stride_dout.h;
+  const bool is_head = h_idx < args.shape.h_q;
+  const T* const out = static_cast<const T*>(in.out) + b_idx * in.stride_out.b +
+                       h_idx * in.stride_out.h + q_first * in.stride_out.s;
+  const T* const dout = static_cast<const T*>(in.dout) + b_idx * in.stride_dout.b +
+                        h_idx * in.stride_dout.h + q_first * in.stride_dout.s;
+  float sums[kRows] = {};
+  for (int32_t d_idx = part * 8; d_idx < args.shape.d_v; d_idx += 128) {
+    uint4 x[kRows], y[kRows];
 #pragma unroll
-  for (int32_t pass = 0; pass < kBlockQ / (kThreads / 16); ++pass) {
-    const int32_t q_idx = q_tile_idx * kBlockQ + pass * (kThreads / 16) + threadIdx.x / 16;
-    const bool is_row = q_idx < args.shape.s_q;
-    float sum = 0.f;
-    if (is_row) {
-      for (int32_t d_idx = part * 8; d_idx < args.shape.d_v; d_idx += 128) {
-        const uint4 x =
-            __ldg(reinterpret_cast<const uint4*>(out + q_idx * in.stride_out.s + d_idx));
-        const uint4 y =
-            __ldg(reinterpret_cast<const uint4*>(dout + q_idx * in.stride_dout.s + d_idx));
-        const T* const x_values = reinterpret_cast<const T*>(&x);
-        const T* const y_values = reinterpret_cast<const T*>(&y);
-#pragma unroll
-        for (int idx = 0; idx < 8; ++idx) {
-          sum = fmaf(static_cast<float>(x_values[idx]), static_cast<float>(y_values[idx]), sum);
-        }
+    for (int row = 0; row < kRows; ++row) {
+      x[row] = y[row] = make_uint4(0, 0, 0, 0);
+      if (is_head && q_first + row < args.shape.s_q) {
+        x[row] = __ldcs(reinterpret_cast<const uint4*>(out + row * in.stride_out.s + d_idx));
+        y[row] = __ldg(reinterpret_cast<const uint4*>(dout + row * in.stride_dout.s + d_idx));
       }
     }
 #pragma unroll
-    for (int offset = 8; offset > 0; offset /= 2) {
-      sum += __shfl_xor_sync(kAllLanes, sum, offset);
+    for (int row = 0; row < kRows; ++row) sums[row] += dot_8<T>(x[row], y[row]);
+  }
+  // Half of the rows go to the other half of the lanes, three times over; the last pair adds.
+#pragma unroll
+  for (int num_rows = kRows / 2; num_rows > 0; num_rows /= 2) {
+    const bool is_upper = part & (2 * num_rows);
+#pragma unroll
+    for (int row = 0; row < num_rows; ++row) {
+      const float given = is_upper ? sums[row] : sums[row + num_rows];
+      const float kept = is_upper ? sums[row + num_rows] : sums[row];
+      sums[row] = kept + __shfl_xor_sync(kAllLanes, given, 2 * num_rows);
     }
-    if (part != 0) continue;
+  }
+  float sum = sums[0] + __shfl_xor_sync(kAllLanes, sums[0], 1);
+  if (!is_head) return;
+  const int64_t head = int64_t{b_idx} * args.shape.h_q + h_idx;
+  const int32_t q_own = q_first + part / 2;
+  if (part % 2 == 0) {
     float lse_log2 = INFINITY;  // P = exp2(x - inf) = 0: a row that sees nothing, or no row at all
-    if (is_row) {
-      const float lse = in.lse[head * args.shape.s_q + q_idx];
+    if (q_own < args.shape.s_q) {
+      const float lse = in.lse[head * args.shape.s_q + q_own];
       if (lse != -INFINITY) lse_log2 = lse * kLog2E;
-      if (in.dlse != nullptr) sum -= in.dlse[head * args.shape.s_q + q_idx];
+      if (in.dlse != nullptr) sum -= in.dlse[head * args.shape.s_q + q_own];
     }
-    args.lse_log2[head * padded_rows + q_idx] = lse_log2;
+    const int64_t padded = head * args.num_q_tiles * kBlockQ + q_own;
+    args.lse_log2[padded] = lse_log2;
     // A hidden row's dS is 0 * (dP - delta): delta must be finite.
-    args.minus_delta[head * padded_rows + q_idx] = lse_log2 == INFINITY ? 0.f : -sum;
+    args.minus_delta[padded] = lse_log2 == INFINITY ? 0.f : -sum;
   }
   const int64_t mask_idx = mask_index(args, b_idx, h_idx);
-  if (args.visits[mask_idx * args.num_q_tiles + q_tile_idx] != 0) return;
+  if (args.visits[mask_idx * args.num_q_tiles + q_first / kBlockQ] != 0) return;
   T* const dq = static_cast<T*>(args.dq) + b_idx * args.stride_dq.b + h_idx * args.stride_dq.h;
-  const int32_t num_parts = args.shape.d_qk / 8;
-  for (int32_t idx = threadIdx.x; idx < kBlockQ * num_parts; idx += kThreads) {
-    const int32_t q_idx = q_tile_idx * kBlockQ + idx / num_parts;
-    if (q_idx >= args.shape.s_q) continue;
-    *reinterpret_cast<uint4*>(dq + q_idx * args.stride_dq.s + idx % num_parts * 8) =
-        make_uint4(0, 0, 0, 0);
+  for (int32_t q_idx = q_first; q_idx < min(q_first + kRows, args.shape.s_q); ++q_idx) {
+    for (int32_t d_idx = part * 8; d_idx < args.shape.d_qk; d_idx += 128) {
+      *reinterpret_cast<uint4*>(dq + q_idx * args.stride_dq.s + d_idx) = make_uint4(0, 0, 0, 0);
+    }
   }
 }
 
@@ -338,7 +360,8 @@ cudaError_t prepare(const KernelArgs& args, const PrepareArgs& in, cudaStream_t 
   if (args.is_deterministic) {
     turn_kernel<<<dim3(div_up(args.num_q_tiles, kThreads), num_masks), kThreads, 0, stream>>>(args);
   }
-  const dim3 grid(args.shape.h_q, args.num_q_tiles, args.shape.b);
+  const dim3 grid(div_up(args.shape.h_q, kHeads) * args.num_q_tiles * (kBlockQ / kRows),
+                  args.shape.b);
   if (in.dtype == DType::kBFloat16) {
     row_kernel<__nv_bfloat16><<<grid, kThreads, 0, stream>>>(args, in);
   } else {
