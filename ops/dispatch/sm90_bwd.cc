@@ -116,6 +116,11 @@ PlanInput plan_input(const BwdParams& params, const BwdKernel& kernel) {
                                        in.max_part_heads);
   in.step_bytes = kBlockQ * (2 * kernel.dim_qk + 2 * kernel.dim_v + 4 * kernel.dim_qk);
   in.is_deterministic = params.is_deterministic;
+  in.num_q_tiles = static_cast<int32_t>(div_up(shape.s_q, kBlockQ));
+  constexpr int64_t kTurnBytes = 16 << 20;
+  in.can_order = in.is_deterministic || int64_t{params.mask.b} * params.mask.h_mask *
+                                                in.num_k_tiles * in.num_q_tiles * 2 <=
+                                            kTurnBytes;
   return in;
 }
 
@@ -159,7 +164,7 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   take(&args->walks, num_masks);
   take(&args->plan, 1);
   take(&args->items, num_items);
-  take(&args->turns, params.is_deterministic ? num_masks * num_k_tiles * num_q_tiles : 0);
+  take(&args->turns, plan_in.can_order ? num_masks * num_k_tiles * num_q_tiles : 0);
   take(&args->lse_log2, num_rows);
   take(&args->minus_delta, num_rows);
   const int64_t ring_floats = ring_tiles * kBlockQ * kernel.dim_qk;

@@ -55,9 +55,14 @@ int32_t goes_by_key(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary*
   return sm90_bwd::goes_by_key(*in, *visits);
 }
 
+int32_t adds_in_order(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary* visits) {
+  return sm90_bwd::adds_in_order(*in, *visits);
+}
+
 int32_t choose_item_walk(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary* visits,
                          int32_t same_mask) {
-  return sm90_bwd::choose_item_walk(*in, *visits, same_mask != 0);
+  return sm90_bwd::choose_item_walk(*in, *visits, sm90_bwd::adds_in_order(*in, *visits),
+                                    same_mask != 0);
 }
 
 float plan_cost(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary* visits,
@@ -65,7 +70,7 @@ float plan_cost(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary* vis
   return sm90_bwd::plan_cost(*in, *visits, part_heads, together);
 }
 
-// part_heads, num_parts, heads_together, ring_slots
+// part_heads, num_parts, heads_together, ring_slots, is_in_order
 void choose_plan(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary* visits,
                  int32_t* plan) {
   const sm90_bwd::WorkPlan chosen = sm90_bwd::choose_plan(*in, *visits);

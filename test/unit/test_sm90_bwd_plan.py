@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 class PlanInput(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int32) for name in (
         "group", "num_kv_heads", "num_k_tiles", "ring_heads", "max_part_heads", "can_cut", "num_sms", "step_bytes",
-        "is_deterministic",
+        "is_deterministic", "num_q_tiles", "can_order",
     )]  # fmt: skip
 
 
@@ -40,6 +40,7 @@ class Plan:
     num_parts: int
     heads_together: int
     ring_slots: int
+    is_in_order: int = 0
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,8 @@ def plan_input(
     can_cut = can_cut and group > 1
     part = max(x for x in range(1, group + 1) if group % x == 0 and (x * s * 512 <= 128 << 20 or x == 1 or not can_cut))
     slots = min(b * h_q // part, max(3, 1 + -(-(1024 if group > 1 else 2560) // num_k_tiles)))
-    return PlanInput(group, b * h_kv, num_k_tiles, slots * part, part, can_cut, NUM_SMS, STEP_BYTES, deterministic)
+    return PlanInput(group, b * h_kv, num_k_tiles, slots * part, part, can_cut, NUM_SMS, STEP_BYTES, deterministic,
+                     -(-s // 64), True)  # fmt: skip
 
 
 def summary(steps: np.ndarray, *, apart_up: int, apart_down: int) -> VisitSummary:
@@ -77,7 +79,7 @@ def full(s: int) -> VisitSummary:
 
 
 def choose(library: ctypes.CDLL, given: PlanInput, visits: VisitSummary) -> Plan:
-    plan = (ctypes.c_int32 * 4)()
+    plan = (ctypes.c_int32 * 5)()
     library.choose_plan(ctypes.byref(given), ctypes.byref(visits), plan)
     return Plan(*plan)
 
@@ -172,6 +174,27 @@ def test_keys_come_in_order_only_where_late_ones_are_cheap(library: ctypes.CDLL)
     received = np.concatenate([np.arange(64, 0, -2), np.full(96, 128)])
     assert not goes_by_key((32, 4), 1, 16384, received)
     assert goes_by_key((32, 4), 64, 16384, received)
+
+
+def test_parts_come_in_turns_where_few_come_in_turns_anyway(library: ctypes.CDLL) -> None:
+    def in_order(visits: VisitSummary, *, room: bool = True, **options: bool) -> bool:
+        given = plan_input((32, 32), 16, 8192, **options)
+        given.can_order = room
+        chosen = choose(library, given, visits).is_in_order
+        assert chosen == library.adds_in_order(ctypes.byref(given), ctypes.byref(visits))
+        return bool(chosen)
+
+    def window(steps: int) -> VisitSummary:
+        return summary(np.full(64, steps), apart_up=63, apart_down=63)
+
+    assert in_order(window(10))  # five key tiles a row tile
+    assert not in_order(window(18))
+    assert not in_order(window(10), room=False)
+    with_sink = np.full(64, 8)
+    with_sink[0] = 128  # a key that all rows see: its tile would start last
+    assert not in_order(summary(with_sink, apart_up=62, apart_down=62))
+    assert not in_order(causal(8192)) and not in_order(full(8192))
+    assert in_order(causal(8192), deterministic=True)
 
 
 def test_a_fixed_order_walks_down_only_by_key(library: ctypes.CDLL) -> None:

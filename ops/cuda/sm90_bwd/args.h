@@ -16,7 +16,7 @@ struct alignas(16) TileInfo {
   int32_t b_idx, h_kv_idx, k_tile_idx;
   int32_t num_steps;           // < 0: no more work
   int32_t h_q_begin, h_q_end;  // query heads of the item
-  uint32_t flags;              // kItemHeadsInside
+  uint32_t flags;              // kItemHeadsInside, kItemInOrder
   // The ring slot: its first row of tiles less h_q_begin, so that h_q_idx can be added; the head's part that
   // had it before (< 0: none) and how many of its sums must be converted.
   int32_t ring_row, ring_before, ring_before_sums;
@@ -24,8 +24,8 @@ struct alignas(16) TileInfo {
   int32_t kv_sum_idx, kv_counts_before;
 };
 
-// All heads of a row tile come before the next row tile.
-constexpr uint32_t kItemHeadsInside = 1;
+// All heads of a row tile come before the next row tile. Parts of a sum are added in turns.
+constexpr uint32_t kItemHeadsInside = 1, kItemInOrder = 2;
 
 struct KernelArgs {
   // (d, s, h, b), boxes of 64 columns, 128-byte swizzle; of dk and dv 64 rows, of dq 16.
@@ -53,7 +53,7 @@ struct KernelArgs {
   int32_t* walks;      // [b, h_mask] of type Walk
   WorkPlan* plan;      // of all lists; the first one's visits decide
   TileInfo* items;     // [at most b * h_q * num_k_tiles] in the order of work
-  uint16_t* turns;     // [b, h_mask, num_k_tiles, num_q_tiles]; deterministic only
+  uint16_t* turns;     // [b, h_mask, num_k_tiles, num_q_tiles]; if plan_input.can_order
   float* lse_log2;     // [b, h_q, num_q_tiles * kBlockQ]; +inf in a hidden row
   float* minus_delta;  // likewise, dlse - sum(dO * O)
   // All zero at first (of dq_ring, in a fixed order, nothing is asked):

@@ -143,7 +143,7 @@ class DqWriter {
       if (tile.num_steps > 0) wait_for_ring(tile);
       for (int32_t part = tile.num_steps * C::kDqParts; part > 0; --part, ++dq_pos.count) {
         // The turn is waited for while the products run, see add().
-        if (C::kDqParts == 1 && args_.is_deterministic && part < tile.num_steps) {
+        if (C::kDqParts == 1 && tile.flags & kItemInOrder && part < tile.num_steps) {
           wait_for_turn(tile, smem_.info[dq_pos.count % kNumInfo]);
         }
         ptx::mbar_wait(&smem_.dq_full, dq_pos.parity());
@@ -193,7 +193,7 @@ class DqWriter {
                                       uint32_t dq_count, int32_t parts_left) {
     const int32_t b_idx = tile.b_idx;
     const int32_t sum_idx = sum_index(tile, info);
-    const bool is_in_order = args_.is_deterministic;
+    const bool is_in_order = tile.flags & kItemInOrder;
     if (is_in_order) wait_for_turn(tile, info);
     float* const sum = args_.dq_ring + static_cast<int64_t>(sum_idx) * Sizes<C>::kPartFloats;
     if (is_in_order && info.visits_order >> 16 == 0) {

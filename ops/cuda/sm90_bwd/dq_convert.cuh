@@ -114,7 +114,8 @@ __device__ __forceinline__ void clear_blocks(float* gmem_blocks) {
 // size that left by shuffles and 8-byte stores took 25,000 and held up windows.
 template <class C>
 __device__ __forceinline__ void convert_tiles(const KernelArgs& args, Smem<C>& smem,
-                                              float* gmem_sum, const DqEvent& event) {
+                                              float* gmem_sum, const DqEvent& event,
+                                              bool needs_zeros) {
   using T = typename C::T;
   using S = Sizes<C>;
   constexpr int kTileBytes = 16 * 64 * 4, kTiles = 8 / S::kTileUnits;
@@ -151,7 +152,7 @@ __device__ __forceinline__ void convert_tiles(const KernelArgs& args, Smem<C>& s
                         event.q_tile_idx * kBlockQ + tile % 4 * 16, event.h_q_idx, event.b_idx);
       ptx::bulk_commit();
     }
-    if (!args.is_deterministic) {
+    if (needs_zeros) {
 #pragma unroll
       for (int part = 0; part < S::kTileUnits; ++part) {
         clear_blocks<S::kUnitBlocks>(unit(tile, part));
@@ -164,7 +165,7 @@ __device__ __forceinline__ void convert_tiles(const KernelArgs& args, Smem<C>& s
 template <class C>
 __device__ __forceinline__ void convert_pieces(const KernelArgs& args, Smem<C>& smem,
                                                float* gmem_sum, const DqEvent& event,
-                                               RingPos<kBackBuffers>& back_pos) {
+                                               bool needs_zeros, RingPos<kBackBuffers>& back_pos) {
   constexpr int kPieces = Sizes<C>::kPieces, kPieceFloats = Sizes<C>::kPieceFloats;
   const auto fetch = [&](int32_t piece) {  // into the buffer of back_pos + the pieces in flight
     if (threadIdx.x % 32 != 0) return;
@@ -180,7 +181,7 @@ __device__ __forceinline__ void convert_pieces(const KernelArgs& args, Smem<C>& 
     if (piece + kBackBuffers - 1 < kPieces) fetch(piece + kBackBuffers - 1);
     ptx::mbar_wait(&smem.dq_back_full[back_pos.slot()], back_pos.parity());
     convert_piece<C>(args, smem.dq_back[back_pos.slot()], piece, event);
-    if (!args.is_deterministic) {
+    if (needs_zeros) {
       clear_blocks<2 * Sizes<C>::kPiecePairs>(gmem_sum + piece * kPieceFloats);
     }
     __syncwarp();  // before the next load into this buffer
@@ -222,10 +223,11 @@ __device__ __forceinline__ void run_dq_converter(const KernelArgs& args, Smem<C>
     fence_proxy_async_all();
     float* const gmem_sum =
         args.dq_ring + static_cast<int64_t>(event.ring_sum_idx) * Sizes<C>::kPartFloats;
+    const bool needs_zeros = !__ldg(&args.plan->is_in_order);
     if constexpr (Sizes<C>::kTilesUnits) {
-      convert_tiles<C>(args, smem, gmem_sum, event);
+      convert_tiles<C>(args, smem, gmem_sum, event, needs_zeros);
     } else {
-      convert_pieces<C>(args, smem, gmem_sum, event, back_pos);
+      convert_pieces<C>(args, smem, gmem_sum, event, needs_zeros, back_pos);
     }
     if (is_leader) args.ring_counts[event.ring_sum_idx] = 0;
     place = claim();  // its answer comes while the stores complete

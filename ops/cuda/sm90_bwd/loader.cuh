@@ -64,7 +64,7 @@ __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem
       const int32_t mask_idx = mask_index(args, tile.b_idx, walk_begin);
       bool needs_bounds =
           walk_begin == tile.h_q_begin || mask_idx != mask_index(args, tile.b_idx, walk_begin - 1);
-      RowWalk walk(args, mask_idx, tile.k_tile_idx);
+      RowWalk walk(args, mask_idx, tile.k_tile_idx, tile.flags & kItemInOrder);
       int32_t h_q_idx = walk_end;
       for (;; ++h_q_idx) {
         if (h_q_idx == walk_end) {

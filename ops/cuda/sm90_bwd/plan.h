@@ -48,6 +48,8 @@ struct PlanInput {
   int32_t num_sms;
   int32_t step_bytes;  // Q, dO and dQ of a row tile of one head
   int32_t is_deterministic;
+  int32_t num_q_tiles;
+  int32_t can_order;  // whether there is room for turns
 };
 
 struct WorkPlan {
@@ -56,6 +58,7 @@ struct WorkPlan {
   int32_t heads_together;  // (batch, kv head, part)s whose key tiles are claimed in turns
   int32_t
       ring_slots;  // of part_heads query heads each; at least 2 * heads_together, or enough for all
+  int32_t is_in_order;  // parts of a sum are added in turns
 };
 
 constexpr float kL2Bytes = 32 << 20;  // of 50 MB, what items that run together may count on
@@ -73,13 +76,24 @@ FM3_HOST_DEVICE bool goes_by_key(const PlanInput& in, const VisitSummary& visits
          visits.num_steps * in.group * in.num_kv_heads;
 }
 
+// Whether parts of a sum are added in turns: in the deterministic mode, and where they are few and come in turns by
+// themselves, as those of a window do: its key tiles are alike and begin at later and later rows. The first part is
+// stored then, not added, and sums need no zeros.
+constexpr int32_t kFewVisits = 8;  // of a row tile
+FM3_HOST_DEVICE bool adds_in_order(const PlanInput& in, const VisitSummary& visits) {
+  if (in.is_deterministic) return true;
+  const bool are_alike = int64_t{visits.max_steps} * visits.num_visiting <= 2 * visits.num_steps;
+  return in.can_order && are_alike && choose_walk(visits) == kWalkUp &&
+         visits.num_steps <= int64_t{kFewVisits} * in.num_q_tiles;
+}
+
 // In a fixed order rows are walked down only where the key tiles are taken in the order of keys, which then
 // is the order of turns, and where the heads of an item have one mask, hence one order.
 FM3_HOST_DEVICE Walk choose_item_walk(const PlanInput& in, const VisitSummary& visits,
-                                      bool same_mask) {
+                                      bool is_in_order, bool same_mask) {
   const Walk walk = choose_walk(visits);
   const bool stays =
-      !in.is_deterministic || walk != kWalkDownAligned || (same_mask && goes_by_key(in, visits));
+      !is_in_order || walk != kWalkDownAligned || (same_mask && goes_by_key(in, visits));
   return stays ? walk : kWalkUp;
 }
 
@@ -125,7 +139,7 @@ FM3_HOST_DEVICE float plan_cost(const PlanInput& in, const VisitSummary& visits,
 //             of one whose items are claimed after its own: nobody would go on.)
 // Tested by:  test/unit/test_sm90_bwd_plan.py
 FM3_HOST_DEVICE WorkPlan choose_plan(const PlanInput& in, const VisitSummary& visits) {
-  WorkPlan plan = {in.max_part_heads, 1, 1, 1};
+  WorkPlan plan = {in.max_part_heads, 1, 1, 1, 0};
   float best = plan_cost(in, visits, plan.part_heads, 1);
   for (int32_t heads = in.max_part_heads; heads > 0; --heads) {
     if (heads < in.max_part_heads && !in.can_cut) break;
@@ -144,6 +158,7 @@ FM3_HOST_DEVICE WorkPlan choose_plan(const PlanInput& in, const VisitSummary& vi
   }
   plan.num_parts = in.group / plan.part_heads;
   plan.ring_slots = in.ring_heads / plan.part_heads;
+  plan.is_in_order = adds_in_order(in, visits);
   return plan;
 }
 

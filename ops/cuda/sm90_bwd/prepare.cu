@@ -157,13 +157,18 @@ __global__ void __launch_bounds__(sm90::kRankThreads) order_kernel(KernelArgs ar
   const int32_t tile_idx = tile_begin + threadIdx.x % 32;  // the same in every warp
   const bool is_tile = tile_idx < args.num_k_tiles;
   const VisitSummary visits = summarize(args, tiles_begin);
-  const Walk walk = choose_item_walk(args.plan_input, visits, args.mask.h_mask <= args.shape.h_kv);
+  __syncthreads();
+  // The first list decides for all.
+  const VisitSummary first = blockIdx.y == 0 ? visits : summarize(args, 0);
+  const bool is_in_order = adds_in_order(args.plan_input, first);
+  const Walk walk =
+      choose_item_walk(args.plan_input, visits, is_in_order, args.mask.h_mask <= args.shape.h_kv);
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     args.walks[blockIdx.y] = walk;
     if (blockIdx.y == 0) *args.plan = choose_plan(args.plan_input, visits);
   }
   int32_t place = tile_idx;
-  if (args.is_deterministic && walk != kWalkDownAligned) {
+  if (is_in_order && walk != kWalkDownAligned) {
     place = args.num_k_tiles - 1 - tile_idx;
   } else if (!goes_by_key(args.plan_input, visits)) {
     const int32_t* const steps = args.tile_steps + tiles_begin;
@@ -215,7 +220,8 @@ __global__ void __launch_bounds__(kThreads) item_kernel(KernelArgs args, int32_t
   const Walk walk = static_cast<Walk>(args.walks[list]);
   const bool same_mask = args.mask.h_mask <= args.shape.h_kv;
   const bool is_aligned = walk == kWalkUpAligned || walk == kWalkDownAligned;
-  tile.flags = same_mask && is_aligned ? kItemHeadsInside : 0;
+  tile.flags =
+      (same_mask && is_aligned ? kItemHeadsInside : 0) | (plan.is_in_order ? kItemInOrder : 0);
   tile.ring_row = place.head_part % plan.ring_slots * plan.part_heads - tile.h_q_begin;
   tile.ring_before = place.head_part - plan.ring_slots;
   if (tile.ring_before >= 0) {
@@ -232,11 +238,11 @@ __global__ void __launch_bounds__(kThreads) item_kernel(KernelArgs args, int32_t
   args.items[work_idx] = tile;
 }
 
-// --- 5. Turns (deterministic): how many visitors of a row tile come before a key tile -----------
+// --- 5. Turns (if there are any): how many visitors of a row tile come before a key tile -----------
 __global__ void __launch_bounds__(kThreads) turn_kernel(KernelArgs args) {
   const int32_t q_tile_idx = blockIdx.x * kThreads + threadIdx.x;
   const int32_t mask_idx = blockIdx.y;
-  if (q_tile_idx >= args.num_q_tiles) return;
+  if (q_tile_idx >= args.num_q_tiles || !args.plan->is_in_order) return;
   const bool is_by_key = args.walks[mask_idx] == kWalkDownAligned;
   int32_t turn = 0;
 #pragma unroll 8
@@ -357,7 +363,7 @@ cudaError_t prepare(const KernelArgs& args, const PrepareArgs& in, cudaStream_t 
   order_kernel<<<dim3(div_up(args.num_k_tiles, sm90::kRankTiles), num_masks), sm90::kRankThreads, 0,
                  stream>>>(args);
   item_kernel<<<div_up(args.max_items, kThreads), kThreads, 0, stream>>>(args, in.dq_parts);
-  if (args.is_deterministic) {
+  if (args.plan_input.can_order) {
     turn_kernel<<<dim3(div_up(args.num_q_tiles, kThreads), num_masks), kThreads, 0, stream>>>(args);
   }
   const dim3 grid(div_up(args.shape.h_q, kHeads) * args.num_q_tiles * (kBlockQ / kRows),

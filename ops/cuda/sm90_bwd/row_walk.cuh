@@ -10,8 +10,8 @@ namespace fm3::sm90_bwd {
 // are aligned at their last rows (`walks`). All lanes of a converged warp.
 class RowWalk {
  public:
-  __device__ RowWalk(const KernelArgs& args, int32_t mask_idx, int32_t k_tile_idx)
-      : mask_idx_(mask_idx), k_tile_idx_(k_tile_idx) {
+  __device__ RowWalk(const KernelArgs& args, int32_t mask_idx, int32_t k_tile_idx, bool is_in_order)
+      : mask_idx_(mask_idx), k_tile_idx_(k_tile_idx), is_in_order_(is_in_order) {
     const int2 chunks = __ldg(args.step_chunks + tile(args));
     is_down_ = __ldg(args.walks + mask_idx) == kWalkDownAligned;
     chunk_ = is_down_ ? chunks.y : chunks.x - 1;
@@ -30,7 +30,7 @@ class RowWalk {
       const int32_t own_tile = chunk_ * 32 + threadIdx.x % 32;
       if (own_tile < args.num_q_tiles) {
         own_visits_order_ = __ldg(args.visits + int64_t{mask_idx_} * args.num_q_tiles + own_tile);
-        if (args.is_deterministic) {
+        if (is_in_order_) {
           own_visits_order_ |=
               static_cast<uint32_t>(__ldg(args.turns + tile(args) * args.num_q_tiles + own_tile))
               << 16;
@@ -54,7 +54,7 @@ class RowWalk {
 
   int32_t mask_idx_, k_tile_idx_;
   int32_t chunk_, end_chunk_, bit_ = 0;
-  bool is_down_;
+  bool is_in_order_, is_down_;
   uint32_t visible_ = 0, partial_ = 0, own_visits_order_ = 0;
 };
 
