@@ -282,6 +282,14 @@ __device__ __forceinline__ void mma_m16n8k16<__nv_bfloat16>(float (&d)[4], const
 }
 
 // --- Arithmetic --------------------------------------------------------------------------------
+// The value is computed here, not where it is used.
+__device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)); }
+// One unit in the last place, without the branches of division.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

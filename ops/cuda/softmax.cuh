@@ -2,7 +2,9 @@
 // Online softmax of the two score rows a thread holds of a wgmma accumulator (wgmma.cuh).
 #pragma once
 
+#ifdef __CUDACC__
 #include "ptx.cuh"
+#endif  // else a test on the host, which brings its own
 
 namespace fm3::sm90 {
 
@@ -10,9 +12,9 @@ namespace fm3::sm90 {
 // exp2(scale * (score - m)) in range. So
 //   * m lags behind the maximum by up to 2^kSlackLog2 and O is rescaled only in the few steps where
 //     the maximum really grows (P stays below 256, fine for bf16 and fp16);
-//   * once a row has an m, the search for the maximum may be left out (`exponentiate_as_is`): a
-//     quarter of the softmax's time. If the sums then show that a score was far above m, the caller
-//     computes the scores again and takes the first way.
+//   * once a row has an m, the search for the maximum may be left out: a quarter of the softmax's
+//     time. If the sums then show that a score was far above m, the caller computes the scores again
+//     and searches.
 constexpr float kSlackLog2 = 8.0f;
 // Of one thread's part of a row in one step, and so of each P: what T holds with room to spare.
 template <class T>
@@ -31,10 +33,9 @@ class RowSoftmax {
     for (int half = 0; half < 2; ++half) max_[half] = -INFINITY, sum_[half] = 0.0f;
   }
 
-  // scores -> exp2(scale_log2 * (scores - m)), updating m and the thread's part of the row sums.
-  // `rescale` must follow before O is added to again.
+  // m follows the maximum of the scores where that is far above. `rescale` must follow before O is added to again.
   template <int kCount>
-  __device__ __forceinline__ void exponentiate(float (&scores)[kCount]) {
+  __device__ __forceinline__ void follow_maximum(const float (&scores)[kCount]) {
     static_assert(kCount >= 16);
     float new_max[2];
 #pragma unroll
@@ -50,7 +51,6 @@ class RowSoftmax {
       new_max[half] = fmaxf(new_max[half], __shfl_xor_sync(0xFFFFFFFF, new_max[half], 1));
       new_max[half] = fmaxf(new_max[half], __shfl_xor_sync(0xFFFFFFFF, new_max[half], 2));
     }
-    needs_rescale_ = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       // -inf - -inf is NaN: the comparison is false and m stays -inf.
@@ -61,36 +61,99 @@ class RowSoftmax {
         max_[half] = new_max[half];
         sum_[half] *= factor_[half];
       }
-      needs_rescale_ |= grows;
     }
-    float step_sum[2];
-    exponentiate_rows(scores, step_sum);
-    sum_[0] += step_sum[0];
-    sum_[1] += step_sum[1];
   }
 
-  // True (for the whole warp) if every row has a finite m, so that `exponentiate_as_is` may be tried.
+  // True (for the whole warp) if every row has a finite m, so that the search may be left out.
   __device__ __forceinline__ bool has_reference() const {
     return __all_sync(0xFFFFFFFF, max_[0] > -INFINITY && max_[1] > -INFINITY);
   }
 
-  // As `exponentiate` with m as it is. False (for the whole warp), with nothing updated and the
-  // scores lost, if a row's part exceeds kSumLimit<T> or is NaN.
-  template <class T, int kCount>
-  __device__ __forceinline__ bool exponentiate_as_is(float (&scores)[kCount]) {
-    float step_sum[2];
-    exponentiate_rows(scores, step_sum);
+  // scores -> P = exp2(scale_log2 * (scores - m)), in pairs of T; the thread's part of the row sums grows. False
+  // (for the whole warp), with the sums as they were and the scores lost, if a row's part exceeds
+  // kSumLimit<T> or is NaN and m has not just followed the maximum (`is_sure`).
+  // `middle` runs before the first pair is written, while exponentials are under way.
+  //
+  // NOTE: bits 1 to 7 of `never` are 0, which the compiler must not know. ptxas keeps to the order of basic
+  // blocks; within one it moves a wait in `middle` ahead of everything, and adds an exponential when it
+  // counts on its result, too early, so that one is begun every 13 cycles instead of 8. So blocks of 16 end
+  // in a branch that is not taken and changes what both sides use; each asks for another bit, or they
+  // become one. Exponentials and packing of a step of 160 columns: 1,645 cycles in one block, 1,331 so.
+  template <class T, int kCount, class Middle>
+  __device__ __forceinline__ bool exponentiate(float (&scores)[kCount],
+                                               uint32_t (&packed)[kCount / 2], bool is_sure,
+                                               int32_t never, Middle middle) {
+    constexpr int kLast = (kCount - 1) / kBlock * kBlock;
+    constexpr int kMiddle = kCount * 4 / 5 / kBlock * kBlock;          // O takes about as long
+    float shift[2], parts[4] = {0.0f, 0.0f, 0.0f, 0.0f}, step_sum[2];  // sums of idx % 4
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      shift[half] = max_[half] == -INFINITY ? 0.0f : -max_[half] * scale_log2_;
+    }
+#pragma unroll
+    for (int begin = -kBlock; begin < kCount; begin += kBlock) {
+      if (never & (2 << (begin / kBlock + 1))) {
+#pragma unroll
+        for (int idx = begin - 8; idx < begin + 4; ++idx) {
+          if (idx >= 0 && idx < kCount) scores[idx] *= scale_log2_;
+        }
+#pragma unroll
+        for (float& part : parts) part *= scale_log2_;
+      }
+      if (begin == kMiddle) middle();
+#pragma unroll
+      for (int idx = begin; idx < begin + kBlock; ++idx) {
+        const int next = idx + kBlock, last = idx - kBlock;
+        if (next < kCount) scores[next] = fmaf(scores[next], scale_log2_, shift[next / 2 % 2]);
+        if (idx >= 0 && idx < kCount) scores[idx] = ptx::exp2_approx(scores[idx]);
+        if (last >= 0) parts[last % 4] += scores[last];
+        if (begin == kMiddle && idx % 2 == 0) {  // all blocks before, spread over this one
+          constexpr int kBlocks = kMiddle / kBlock;
+#pragma unroll
+          for (int at = (idx - begin) * kBlocks; at < (idx - begin + 2) * kBlocks; at += 2) {
+            packed[at / 2] = ptx::pack2<T>(scores[at], scores[at + 1]);
+          }
+        } else if (begin > kMiddle && idx % 2 == 0) {
+          packed[last / 2] = ptx::pack2<T>(scores[last], scores[last + 1]);
+        }
+      }
+#pragma unroll
+      for (int idx = begin + kBlock; idx < begin + 2 * kBlock && idx < kCount; ++idx) {
+        ptx::pin(scores[idx]);
+      }
+#pragma unroll
+      for (float& part : parts) ptx::pin(part);
+    }
+#pragma unroll
+    for (int idx = kLast; idx < kCount; ++idx) {
+      parts[idx % 4] += scores[idx];
+      if (idx % 2 == 0) packed[idx / 2] = ptx::pack2<T>(scores[idx], scores[idx + 1]);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) step_sum[half] = parts[2 * half] + parts[2 * half + 1];
     const bool is_good = step_sum[0] <= kSumLimit<T> && step_sum[1] <= kSumLimit<T>;
-    if (!__all_sync(0xFFFFFFFF, is_good)) return false;
+    if (!__all_sync(0xFFFFFFFF, is_good || is_sure)) return false;
     sum_[0] += step_sum[0];
     sum_[1] += step_sum[1];
-    factor_[0] = factor_[1] = 1.0f;  // not kept in registers from the step before
     return true;
   }
 
-  // Uniform in the warp.
-  __device__ __forceinline__ bool any_needs_rescale() const {
-    return __any_sync(0xFFFFFFFF, needs_rescale_);
+  // The same without `middle`, slower, whatever the sums are; to the last bit, so that a row does not depend on
+  // which of the two it met.
+  template <class T, int kCount>
+  __device__ __forceinline__ void exponentiate_any(float (&scores)[kCount],
+                                                   uint32_t (&packed)[kCount / 2]) {
+    float parts[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int idx = 0; idx < kCount; ++idx) {
+      const float max = max_[idx / 2 % 2];
+      const float shift = max == -INFINITY ? 0.0f : -max * scale_log2_;
+      scores[idx] = ptx::exp2_approx(fmaf(scores[idx], scale_log2_, shift));
+      parts[idx % 4] += scores[idx];
+      if (idx % 2 == 1) packed[idx / 2] = ptx::pack2<T>(scores[idx - 1], scores[idx]);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) sum_[half] += parts[2 * half] + parts[2 * half + 1];
   }
 
   template <int kCount>
@@ -109,31 +172,16 @@ class RowSoftmax {
 
   // Natural log of sum(exp(scale * score)); -inf if no key was visible.
   __device__ __forceinline__ float lse(int half, float row_sum, float softmax_scale) const {
-    return row_sum == 0.0f ? -INFINITY : fmaf(max_[half], softmax_scale, logf(row_sum));
+    return row_sum == 0.0f
+               ? -INFINITY
+               : fmaf(max_[half], softmax_scale, 0.6931472f * ptx::log2_approx(row_sum));
   }
 
  private:
-  template <int kCount>
-  __device__ __forceinline__ void exponentiate_rows(float (&scores)[kCount], float (&step_sum)[2]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float offset = max_[half] == -INFINITY ? 0.0f : max_[half] * scale_log2_;
-      float parts[2] = {0.0f, 0.0f};
-#pragma unroll
-      for (int idx = 2 * half; idx < kCount; idx += 4) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          scores[idx + e] = ptx::exp2_approx(fmaf(scores[idx + e], scale_log2_, -offset));
-          parts[e] += scores[idx + e];
-        }
-      }
-      step_sum[half] = parts[0] + parts[1];
-    }
-  }
+  static constexpr int kBlock = 16;
 
   float scale_log2_;
   float max_[2], sum_[2], factor_[2];
-  bool needs_rescale_ = false;
 };
 
 }  // namespace fm3::sm90

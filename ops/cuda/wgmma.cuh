@@ -56,12 +56,6 @@ template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// As wgmma_wait<0>; kPlace only makes the text differ, so that waits at the heads of two branches are
-// not merged and moved above the branch.
-template <int kPlace>
-__device__ __forceinline__ void wgmma_wait_here() {
-  asm volatile("wgmma.wait_group.sync.aligned 0; // %0" ::"n"(kPlace) : "memory");
-}
 // Keeps the compiler from moving uses of an accumulator above the wait that completes it.
 template <int kCount>
 __device__ __forceinline__ void wgmma_pin(float (&d)[kCount]) {

@@ -10,14 +10,22 @@
 
 namespace fm3::sm90 {
 
+// What the CTAs of a cluster share: nothing, or each step's K and V, of which each copies half into both.
+// kTiles: they walk the list of two neighbouring query tiles. kHeads: that of one query tile, for two
+// query heads of one key head and one row of masks; equal lists, so this costs no column on any mask.
+enum class Team { kNone, kTiles, kHeads };
+
 // kHeadQk, kHeadV: head dims the tiles are padded to (the tensor maps zero-fill past the real ones).
 // kCols: key columns of one step; kItemCols is a multiple, so that wide heads split an item.
-template <int kHeadQk_, int kHeadV_, int kCols_, bool kIsPair_, class T_>
+template <int kHeadQk_, int kHeadV_, int kCols_, Team kTeamOf_, class T_>
 struct FwdConfig {
   using T = T_;
   static constexpr int kHeadQk = kHeadQk_, kHeadV = kHeadV_, kCols = kCols_;
-  static constexpr bool kIsPair = kIsPair_;
-  static constexpr int kItemCols = kIsPair ? kPairItemCols : kTileItemCols;
+  static constexpr bool kIsPair = kTeamOf_ != Team::kNone;
+  // Query tiles and query heads that a team works on at a time.
+  static constexpr int kTeamTiles = kTeamOf_ == Team::kTiles ? 2 : 1;
+  static constexpr int kTeamHeads = kTeamOf_ == Team::kHeads ? 2 : 1;
+  static constexpr int kItemCols = kTeamTiles == 2 ? kPairItemCols : kTileItemCols;
   static constexpr int kStepsPerItem = kItemCols / kCols;
   static_assert(kStepsPerItem * kCols == kItemCols && kCols % 16 == 0);
   static constexpr int kTeam = kIsPair ? 2 : 1;  // CTAs that walk one list
@@ -27,16 +35,20 @@ struct FwdConfig {
   static constexpr int kThreads = 128 * (1 + kNumConsumers);
   static constexpr int kMaskWarps = 3;  // warps 1-3 of warpgroup 0; warp 0 loads
   static constexpr int kStages = 2;
+  // 192/128 has room for one V beside two K of a whole item; two steps an item cost 5 % there.
+  static constexpr int kStagesV = kHeadQk > 128 && kCols == kItemCols ? 1 : 2;
   // Four steps of lead cover the latency of reading bounds; d 256 leaves room for one.
   static constexpr int kMaskSlots = kHeadQk > 192 ? 1 : 4;
   // With three, the first group's Q of a tile is there before the tile before has ended, and the
   // second's takes the place of the first group's, which is done half a step earlier.
-  static constexpr int kQSlots = kHeadQk <= 128 && !kIsPair ? 3 : 2;
+  static constexpr int kQSlots = kHeadQk <= 128 && kTeamTiles == 1 ? 3 : 2;
   static constexpr int kTileSlots = 2;
   // Claims passed on between two CTAs; the K ring keeps their loaders within two steps of each other,
   // so that at most three claims are under way.
   static constexpr int kClaimSlots = 4;
-  static constexpr int kProducerRegs = 40, kConsumerRegs = 232;
+  // The loader of two heads has more to keep, consumers of 160 columns less.
+  static constexpr int kProducerRegs = kTeamHeads == 2 ? 56 : 40;
+  static constexpr int kConsumerRegs = kTeamHeads == 2 ? 224 : 232;
 
   static constexpr int kPanelCols = 64;  // 128 bytes: one swizzle row
   static constexpr int kPanelsQk = (kHeadQk + kPanelCols - 1) / kPanelCols;
@@ -49,7 +61,7 @@ struct FwdConfig {
   static constexpr int kMaskRowWords = kMaskWords | 1;  // odd: rows fall into different banks
 
   // What a consumer must know of one step. Written by the loader before it arrives on k_full.
-  enum StepFlags : int32_t { kFirst = 1, kLast = 2, kPartial = 4, kEnd = 8 };
+  enum StepFlags : int32_t { kFirst = 1, kLast = 2, kPartial = 4, kEnd = 8, kScaled = 16 };
   struct Step {
     int32_t flags, q_begin, h_idx, b_idx;
   };
@@ -60,7 +72,7 @@ struct FwdConfig {
   // k_full[s]         1 + bytes         loader (TMA)        consumers    read k[s], step[s]
   // k_empty[s]        8 warps           consumers           loader       overwrite k[s], step[s]
   // v_full[s]         1 + bytes         loader (TMA)        consumers    read v[s]
-  // v_empty[s]        8 warps           consumers           loader       overwrite v[s]
+  // v_empty[s]        8 warps           consumers           loader       overwrite v[s]; one slot only
   // mask_full[m]      3 warps           mask warps          consumers    read mask_bits[m]
   // mask_empty[m]     8 warps           consumers           mask warps   overwrite mask_bits[m]
   // tile_full[t]      1                 loader              mask warps   read tile[t]
@@ -69,6 +81,12 @@ struct FwdConfig {
   // named 1 + group   256               the other group     that group   issue the next products
   // With pairs, k_empty and v_empty take twice the arrivals: the consumers of both CTAs. On claim_full
   // rank 1's loader arrives, and rank 0's store brings the bytes.
+  //
+  // Claim:     with two slots, V of step j - 1 may be loaded as soon as K of step j has been.
+  // Because:   that waits for k_empty of step j - 2, on which a warp arrives after it has waited for O of
+  //            step j - 3, and V of step j - 1 takes the slot of V of step j - 3.
+  // Breaks if: K is given back earlier, or V is loaded before K of the next step.
+  // Tested by: test/unit/test_sm90_fwd_protocol.py.
   struct Tile {
     int32_t q_tile_idx, h_idx, b_idx, num_spans;  // num_spans 0: no more tiles
   };
@@ -81,8 +99,8 @@ struct FwdConfig {
   struct Smem {
     alignas(1024) uint8_t q[kQSlots][kBytesQGroup];
     alignas(1024) uint8_t k[kStages][kBytesK];
-    alignas(1024) uint8_t v[kStages][kBytesV];
-    // Bit c % 32 of word [row][c / 32]: row of the query tile sees column c of the step.
+    alignas(1024) uint8_t v[kStagesV][kBytesV];
+    // Bit b of word [row][w]: row of the query tile sees column 32 w + mask_bit_column(b) of the step.
     uint32_t mask_bits[kMaskSlots][kTileQ][kMaskRowWords];
     Step step[kStages];
     Tile tile[kTileSlots];
@@ -90,8 +108,9 @@ struct FwdConfig {
     PendingV pending_v;
     int32_t seen_rows;  // key rows that the loader knows to be in (remote_rows.cuh)
     int32_t revisit_head[kNumConsumers * 4];  // a warp each
+    Step own_tile[kNumConsumers * 4];         // a warp each: the tile that it works on
     ptx::Barrier q_full[kQSlots], q_empty[kQSlots];
-    ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+    ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStagesV], v_empty[kStagesV];
     ptx::Barrier mask_full[kMaskSlots], mask_empty[kMaskSlots];
     ptx::Barrier tile_full[kTileSlots], tile_empty[kTileSlots];
     ptx::Barrier claim_full[kClaimSlots];
@@ -108,6 +127,7 @@ struct RingPos {
   __device__ __forceinline__ void next() {
     if (++slot == kCount) slot = 0, parity ^= 1;
   }
+  __device__ __forceinline__ int32_t last_slot() const { return slot == 0 ? kCount - 1 : slot - 1; }
 };
 
 // Whether two CTAs walk the list of a pair of query tiles together, each loading half of K and V for

@@ -33,10 +33,12 @@ class Consumer {
 
   // For step j of the stream, with j - 1 possibly the last of another query tile:
   //   issue S_j = Q K_j^T ; issue O += P_{j-1} V_{j-1} ; let the other group issue its own
-  //   wait S_j ; mask it ; P_j = exp2(S_j - m) while O is still multiplying
+  //   wait S_j ; mask it ; most of P_j = exp2(S_j - m) while O is still multiplying
   //   wait O ; if j began a tile: write out the finished one, else rescale O if m grew
+  //   the rest of P_j, and all of it to the registers that O has read
   // so the epilogue of a tile runs while the other group multiplies, and the tensor cores see the
-  // next tile's first product before it.
+  // next tile's first product before it. One path for all steps: what is rare is a branch in it.
+  // NOTE: all warps of a group must wait for O at the same instruction.
   __device__ __forceinline__ void run() {
     if (lane_ == 0) *revisit_head() = kNoBlock;
     run_stream();
@@ -52,75 +54,75 @@ class Consumer {
 
     // The other group's turn comes first for group 1.
     if (group_ == 1) ptx::named_barrier_arrive(1, 256);
-    Step step = wait_step();
-    if (step.flags & Config::kEnd) {
+    int32_t flags = wait_step();
+    if (flags & Config::kEnd) {
       if (group_ == 0) ptx::named_barrier_sync(1, 256);
       return;
     }
+    begin_tile();
     wait_q();
     issue_qk(acc_s);
+    const uint8_t* bits = wait_mask(flags);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(acc_s);
-    release_k();
-    finish_qk(step.flags, acc_s);
-    softmax.start_tile();
-    softmax.exponentiate(acc_s);
-    pack(acc_s, reg_p);
+    mask_scores(flags, bits, acc_s);
+    int32_t next_flags = next_step();
+    release_qk(flags);
+    softmax.follow_maximum(acc_s);
+    softmax.exponentiate_any<T>(acc_s, reg_p);
+    bool has_reference = softmax.has_reference();
     int32_t scale_o = 0;  // 0: the next P V overwrites O
-    while (true) {
-      const Step next = wait_step();
-      if (next.flags & Config::kEnd) break;
-      const bool is_new_tile = next.flags & Config::kFirst;
+    flags = next_flags;
+    while (!(flags & Config::kEnd)) {
+      const bool is_new_tile = flags & Config::kFirst;
       if (is_new_tile) wait_q();
       ptx::named_barrier_sync(1 + group_, 256);
       issue_qk(acc_s);
       ptx::mbar_wait_warp(&smem_.v_full[v_pos_.slot], v_pos_.parity);
       issue_pv(acc_o, reg_p, scale_o);
       ptx::named_barrier_arrive(2 - group_, 256);
+      bits = wait_mask(flags);
       ptx::wgmma_wait<1>();
       ptx::wgmma_pin(acc_s);
-      // NOTE: the waits for O stand behind branches that need the exponentials or their maxima. In
-      // the same basic block ptxas moves them up, ahead of the softmax, and nothing overlaps. All
-      // warps of the group must wait at the same instruction, so the branches that differ between
-      // warps join before it.
-      constexpr int32_t kNotPlain = Config::kFirst | Config::kLast | Config::kPartial;
-      bool needs_rescale = false;
-      if (!(next.flags & kNotPlain) && softmax.has_reference()) {
-        prescale(acc_s);
-        if (!softmax.exponentiate_as_is<T>(acc_s)) {
-          compute_scores_again(acc_s);
-          prescale(acc_s);
-          softmax.exponentiate(acc_s);
-          needs_rescale = true;
-        }
-        release_k();
-      } else {
-        release_k();
-        finish_qk(next.flags, acc_s);
-        const RowSoftmax finished = softmax;
-        if (is_new_tile) softmax.start_tile();
-        softmax.exponentiate(acc_s);
-        needs_rescale = softmax.any_needs_rescale();
-        if (is_new_tile) {
-          finish_pv<2>(acc_o);
-          write_tile(step, finished, acc_o);
-          scale_o = 0;
-          pack(acc_s, reg_p);
-          step = next;
-          continue;
-        }
+      mask_scores(flags, bits, acc_s);
+      const RowSoftmax finished = softmax;
+      if (is_new_tile) softmax.start_tile();
+      // A mask that cannot be read again leaves no way back to the scores.
+      const bool is_search =
+          is_new_tile || !has_reference || (Config::kMaskSlots == 1 && (flags & Config::kPartial));
+      if (is_search) {
+        softmax.follow_maximum(acc_s);
+        has_reference = softmax.has_reference();
       }
-      finish_pv<0>(acc_o);
-      if (needs_rescale) softmax.rescale(acc_o);
-      scale_o = 1;
-      pack(acc_s, reg_p);
-      step = next;
+      const bool is_good =
+          softmax.exponentiate<T>(acc_s, reg_p, is_search, args_.needs_prescale, [&]() {
+            finish_pv(acc_o);
+            if (is_search) {
+              if (is_new_tile) {
+                write_tile(finished, acc_o);
+                begin_tile();
+              } else {
+                softmax.rescale(acc_o);
+              }
+            }
+            next_flags = next_step();
+          });
+      if (!is_good) {
+        compute_scores_again(acc_s);
+        mask_scores(flags, wait_mask(flags), acc_s);
+        softmax.follow_maximum(acc_s);
+        softmax.rescale(acc_o);
+        softmax.exponentiate_any<T>(acc_s, reg_p);
+      }
+      release_qk(flags);
+      scale_o = is_new_tile ? 0 : 1;
+      flags = next_flags;
     }
     ptx::mbar_wait_warp(&smem_.v_full[v_pos_.slot], v_pos_.parity);
     issue_pv(acc_o, reg_p, scale_o);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(acc_o);
-    write_tile(step, softmax, acc_o);
+    write_tile(softmax, acc_o);
     // Both groups took the same number of turns; this takes back group 1's opening arrival.
     if (group_ == 0) ptx::named_barrier_sync(1, 256);
   }
@@ -132,9 +134,25 @@ class Consumer {
     return value;
   }
 
-  __device__ __forceinline__ Step wait_step() {
+  // Waits for the next K; the flags of its step.
+  __device__ __forceinline__ int32_t wait_step() {
     ptx::mbar_wait_warp(&smem_.k_full[k_pos_.slot], k_pos_.parity);
-    return smem_.step[k_pos_.slot];
+    return smem_.step[k_pos_.slot].flags;
+  }
+  // The same for the step after the one at hand, whose K is then the one before in the ring.
+  __device__ __forceinline__ int32_t next_step() {
+    k_pos_.next();
+    return wait_step();
+  }
+  // The step at hand is its tile's first: which tile it is, for when it is written out. In shared memory, because
+  // registers are scarce.
+  __device__ __forceinline__ void begin_tile() {
+    __syncwarp();
+    if (lane_ == 0) *own_tile() = smem_.step[k_pos_.slot];
+    __syncwarp();
+  }
+  __device__ __forceinline__ Step* own_tile() {
+    return &smem_.own_tile[opaque(threadIdx.x) / 32 - 4];
   }
   __device__ __forceinline__ void wait_q() {
     ptx::mbar_wait_warp(&smem_.q_full[next_q_.slot], next_q_.parity);
@@ -148,7 +166,7 @@ class Consumer {
   }
 
   __device__ __forceinline__ int32_t* revisit_head() {
-    return &smem_.revisit_head[group_ * 4 + warp_];
+    return &smem_.revisit_head[opaque(threadIdx.x) / 32 - 4];
   }
 
   // To the loaders of both CTAs in a pair, because each copies into both.
@@ -185,17 +203,11 @@ class Consumer {
     ptx::wgmma_commit();
   }
 
-  template <int kPlace>
   __device__ __forceinline__ void finish_pv(float (&acc_o)[kRegsO]) {
-    ptx::wgmma_wait_here<kPlace>();
+    ptx::wgmma_wait<0>();
     ptx::wgmma_pin(acc_o);
-    release_kv(&smem_.v_empty[v_pos_.slot]);
+    if constexpr (Config::kStagesV == 1) release_kv(&smem_.v_empty[v_pos_.slot]);
     v_pos_.next();
-  }
-
-  __device__ __forceinline__ void release_k() {
-    release_kv(&smem_.k_empty[k_pos_.slot]);
-    k_pos_.next();
   }
 
   __device__ __forceinline__ void prescale(float (&acc_s)[kRegsS]) {
@@ -206,16 +218,17 @@ class Consumer {
   }
 
   // S = Q K^T of this warp's 16 rows once more, by the warp alone; Q and K are still in place. The
-  // rare way out of `exponentiate_as_is`.
+  // rare way out of a reference that was too low.
   __device__ __forceinline__ void compute_scores_again(float (&acc_s)[kRegsS]) {
 #pragma unroll
     for (int reg = 0; reg < kRegsS; ++reg) acc_s[reg] = 0.0f;
+    const int lane = opaque(lane_);
     const uint8_t* smem_q = smem_.q[q_slot_];
-    const uint8_t* smem_k = smem_.k[k_pos_.slot];
+    const uint8_t* smem_k = smem_.k[k_pos_.last_slot()];
     // Lane l gives row l % 8 of 8x8 matrix l / 8: A wants (rows, k) blocks (0,0) (8,0) (0,8) (8,8),
     // two B blocks of 8 columns (0,0) (0,8) (8,0) (8,8).
-    const int row_q = warp_ * 16 + lane_ % 16, chunk_q = lane_ / 16;
-    const int row_k = lane_ % 8 + lane_ / 16 * 8, chunk_k = lane_ / 8 % 2;
+    const int row_q = warp_ * 16 + lane % 16, chunk_q = lane / 16;
+    const int row_k = lane % 8 + lane / 16 * 8, chunk_k = lane / 8 % 2;
 #pragma unroll 1
     for (int step = 0; step < Config::kHeadQk / 16; ++step) {
       const int panel = step / 4, chunk = step % 4 * 2;  // 16-byte chunks of a 128-byte row
@@ -238,80 +251,104 @@ class Consumer {
     }
   }
 
-  // S is in registers: let the loader have Q after the tile's last step, then mask S.
-  __device__ __forceinline__ void finish_qk(int32_t flags, float (&acc_s)[kRegsS]) {
-    if (flags & Config::kLast) release(&smem_.q_empty[q_slot_]);
-    prescale(acc_s);
+  // Where the thread's own bits of a partial step's mask are, eight columns a byte.
+  __device__ __forceinline__ const uint8_t* wait_mask(int32_t flags) {
     if (flags & Config::kPartial) {
       ptx::mbar_wait_warp(&smem_.mask_full[mask_pos_.slot], mask_pos_.parity);
-      const int row = group_ * Config::kRowsPerGroup + warp_ * 16 + opaque(lane_) / 4;
-      const auto& bits = smem_.mask_bits[mask_pos_.slot];
-#pragma unroll
-      for (int word = 0; word < Config::kMaskWords; ++word) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          // Bits 8 j + e of this are columns 32 word + 8 j + 2 (lane % 4) + e: the thread's own.
-          const uint32_t own = bits[row + 8 * half][word] >> (2 * (lane_ % 4));
-#pragma unroll
-          for (int block = 0; block < 4; ++block) {
-            const int reg = 4 * (4 * word + block) + 2 * half;
-            if (reg < kRegsS) {
-              if (!(own & (1u << (8 * block)))) acc_s[reg] = -INFINITY;
-              if (!(own & (2u << (8 * block)))) acc_s[reg + 1] = -INFINITY;
-            }
-          }
-        }
-      }
-      release(&smem_.mask_empty[mask_pos_.slot]);
-      mask_pos_.next();
     }
+    const int row = group_ * Config::kRowsPerGroup + warp_ * 16 + opaque(lane_) / 4;
+    return reinterpret_cast<const uint8_t*>(smem_.mask_bits[mask_pos_.slot][row]) + lane_ % 4;
   }
 
-  __device__ __forceinline__ void pack(const float (&acc_s)[kRegsS], uint32_t (&reg_p)[kRegsP]) {
+  // S is in registers: what the mask hides becomes -inf.
+  __device__ __forceinline__ void mask_scores(int32_t flags, const uint8_t* bits,
+                                              float (&acc_s)[kRegsS]) {
+    if (!(flags & (Config::kPartial | Config::kScaled))) return;
+    prescale(acc_s);
+    if (!(flags & Config::kPartial)) return;
+    uint32_t own[2][Config::kMaskWords];  // bits of the thread's columns
 #pragma unroll
-    for (int idx = 0; idx < kRegsP; ++idx) {
-      reg_p[idx] = ptx::pack2<T>(acc_s[2 * idx], acc_s[2 * idx + 1]);
+    for (int word = 0; word < Config::kMaskWords; ++word) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        own[half][word] = bits[(8 * half * Config::kMaskRowWords + word) * 4];
+      }
     }
+#pragma unroll
+    for (int word = 0; word < Config::kMaskWords; ++word) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int bit = 0; bit < 8; ++bit) {
+          const int reg = 4 * (4 * word + bit / 2) + 2 * half + bit % 2;
+          if (reg < kRegsS && !(own[half][word] & (1u << bit))) acc_s[reg] = -INFINITY;
+        }
+      }
+    }
+    if constexpr (Config::kMaskSlots == 1) release_mask();  // at once: the next waits for it
+  }
+
+  __device__ __forceinline__ void release_mask() {
+    release(&smem_.mask_empty[mask_pos_.slot]);
+    mask_pos_.next();
+  }
+
+  // S and the mask have been read: let the producers have K, the mask's slot and, after a tile's last step, Q.
+  __device__ __forceinline__ void release_qk(int32_t flags) {
+    release_kv(&smem_.k_empty[k_pos_.last_slot()]);
+    if (flags & Config::kLast) release(&smem_.q_empty[q_slot_]);
+    if (Config::kMaskSlots > 1 && (flags & Config::kPartial)) release_mask();
   }
 
   // Straight from registers: neighbouring lanes swap halves so that each stores 8 bytes and four
   // lanes fill one 32-byte sector. No shared memory, so nothing of the next tile waits for it.
-  __device__ __forceinline__ void write_tile(const Step& step, const RowSoftmax& softmax,
-                                             const float (&acc_o)[kRegsO]) {
+  __device__ __forceinline__ void write_tile(const RowSoftmax& softmax, float (&acc_o)[kRegsO]) {
+    const Step step = *own_tile();
     const int32_t row =
         step.q_begin + group_ * Config::kRowsPerGroup + warp_ * 16 + opaque(lane_) / 4;
     const bool is_odd = lane_ & 1;
     bool is_bad = false;
     const int32_t col = (is_odd ? 8 : 0) + (lane_ & 2) * 2;
+    float sum[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) sum[half] = softmax.row_sum(half);
+    // A row without a visible key is 0 even if O holds 0 * NaN.
+    if (__any_sync(kAllLanes, sum[0] == 0.0f || sum[1] == 0.0f)) {
+#pragma unroll
+      for (int reg = 0; reg < kRegsO; ++reg) {
+        if (sum[reg / 2 % 2] == 0.0f) acc_o[reg] = 0.0f;
+      }
+    }
+    T* const out = static_cast<T*>(args_.out) + step.b_idx * args_.stride_out.b +
+                   step.h_idx * args_.stride_out.h + row * args_.stride_out.s + col;  // [d_v - col]
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = softmax.row_sum(half);
-      const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-      const int32_t q_idx = row + 8 * half;
-      const bool is_row = q_idx < args_.s_q;
+      const float inverse = sum[half] == 0.0f ? 0.0f : ptx::reciprocal_approx(sum[half]);
+      const bool is_row = row + 8 * half < args_.s_q;
+      const int32_t cols_left = is_row ? args_.d_v - col : 0;
       uint32_t trace[2] = {0, 0};  // NaN in a half if an output is not finite, else 0 or -0
-      T* out = static_cast<T*>(args_.out) + step.b_idx * args_.stride_out.b +
-               q_idx * args_.stride_out.s + step.h_idx * args_.stride_out.h;  // [d_v]
+      T* const out_row = out + half * 8 * args_.stride_out.s;
 #pragma unroll
       for (int block = 0; block < Config::kHeadV / 8; block += 2) {
-        // A row without a visible key is 0 even if O holds 0 * NaN.
         auto packed = [&](int at) {
           const int reg = 4 * at + 2 * half;
-          return sum == 0.0f ? 0u : ptx::pack2<T>(acc_o[reg] * inverse, acc_o[reg + 1] * inverse);
+          return ptx::pack2<T>(acc_o[reg] * inverse, acc_o[reg + 1] * inverse);
         };
         const uint32_t first = packed(block), second = packed(block + 1);
         trace[0] = ptx::fma2<T>(first, 0, trace[0]);
         trace[1] = ptx::fma2<T>(second, 0, trace[1]);
         const uint32_t other = __shfl_xor_sync(0xFFFFFFFF, is_odd ? first : second, 1);
         const uint2 value = is_odd ? make_uint2(other, second) : make_uint2(first, other);
-        if (is_row && col < args_.d_v - 8 * block) {
-          *reinterpret_cast<uint2*>(out + 8 * block + col) = value;
-        }
+        if (8 * block < cols_left) *reinterpret_cast<uint2*>(out_row + 8 * block) = value;
       }
-      is_bad |= is_row && ((trace[0] | trace[1]) & 0x7FFF7FFF) != 0 && isfinite(sum);
-      if (is_row && lane_ % 4 == 0) {
-        args_.lse[(int64_t{step.b_idx} * args_.h_q + step.h_idx) * args_.s_q + q_idx] =
-            softmax.lse(half, sum, args_.scale);
+      is_bad |= is_row && ((trace[0] | trace[1]) & 0x7FFF7FFF) != 0 && isfinite(sum[half]);
+    }
+    if (lane_ % 4 == 0) {
+      float* const lse =
+          args_.lse + (int64_t{step.b_idx} * args_.h_q + step.h_idx) * args_.s_q + row;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (row + 8 * half < args_.s_q) lse[8 * half] = softmax.lse(half, sum[half], args_.scale);
       }
     }
     if (__any_sync(kAllLanes, is_bad)) {
@@ -327,7 +364,7 @@ class Consumer {
   int group_, warp_, lane_;
   uint32_t to_other_ = 0;  // from an address of this CTA to the same of the other
   RingPos<Config::kStages> k_pos_;
-  RingPos<Config::kStages> v_pos_;
+  RingPos<Config::kStagesV> v_pos_;
   RingPos<Config::kMaskSlots> mask_pos_;
   RingPos<Config::kQSlots> next_q_;  // of this group's next tile
   int32_t q_slot_ = 0;

@@ -5,8 +5,9 @@
 //   mask warps    for partial steps: bounds -> bits, up to kMaskSlots steps ahead
 //   consumers     64 rows each, taking turns on the tensor cores
 //
-// Compiled twice into one kernel: each CTA for itself, and two CTAs of a cluster on neighbouring query
-// tiles, each copying half of K and V into both (multicast). The mask decides which runs (use_pairs).
+// Compiled twice into one kernel: two CTAs of a cluster on neighbouring query tiles, each copying half of
+// K and V into both (multicast), and each CTA for itself; the mask decides which runs (use_pairs). Once more
+// for two CTAs on the same query tile of two heads that share a key head.
 #pragma once
 
 #include "consumer.cuh"
@@ -26,8 +27,10 @@ __device__ __forceinline__ void init_barriers(typename Config::Smem& smem) {
   }
   for (int stage = 0; stage < Config::kStages; ++stage) {
     ptx::mbar_init(&smem.k_full[stage], 1);
-    ptx::mbar_init(&smem.v_full[stage], 1);
     ptx::mbar_init(&smem.k_empty[stage], kConsumerWarps * Config::kTeam);
+  }
+  for (int stage = 0; stage < Config::kStagesV; ++stage) {
+    ptx::mbar_init(&smem.v_full[stage], 1);
     ptx::mbar_init(&smem.v_empty[stage], kConsumerWarps * Config::kTeam);
   }
   for (int slot = 0; slot < Config::kMaskSlots; ++slot) {
@@ -73,11 +76,11 @@ __device__ __forceinline__ void consume(const FwdArgs& args, uint8_t* smem_raw, 
   leave_team<Config>();
 }
 
-// `Pair` may be Single: such a kernel never pairs.
-template <class Single, class Pair>
-__global__ void __launch_bounds__(Single::kThreads, 1)
+// Pair: for neighbouring tiles; may be Own: such a kernel never pairs tiles.
+template <class Own, class Pair>
+__global__ void __launch_bounds__(Own::kThreads, 1)
     fwd_kernel(const __grid_constant__ FwdArgs args) {
-  constexpr bool kHasPairs = Pair::kIsPair;
+  constexpr bool kHasPairs = Pair::kTeamTiles == 2;
   extern __shared__ __align__(1024) uint8_t smem_raw[];
   // Swizzled tiles need the alignment that the declaration asks for.
   if (ptx::smem_addr(smem_raw) % 1024 != 0) __trap();
@@ -86,27 +89,28 @@ __global__ void __launch_bounds__(Single::kThreads, 1)
     if (is_pair) {
       init_barriers<Pair>(*reinterpret_cast<typename Pair::Smem*>(smem_raw));
     } else {
-      init_barriers<Single>(*reinterpret_cast<typename Single::Smem*>(smem_raw));
+      init_barriers<Own>(*reinterpret_cast<typename Own::Smem*>(smem_raw));
     }
   }
   __syncthreads();
-  const auto rank = is_pair ? static_cast<int32_t>(ptx::cluster_cta_rank()) : 0;
-  if (is_pair) ptx::cluster_sync();
+  const bool is_team = Own::kIsPair || is_pair;
+  const auto rank = is_team ? static_cast<int32_t>(ptx::cluster_cta_rank()) : 0;
+  if (is_team) ptx::cluster_sync();
 
   const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {
-    ptx::reg_dealloc<Single::kProducerRegs>();
+    ptx::reg_dealloc<Own::kProducerRegs>();
     if (kHasPairs && is_pair) {
       produce<Pair>(args, smem_raw, rank);
     } else {
-      produce<Single>(args, smem_raw, rank);
+      produce<Own>(args, smem_raw, rank);
     }
   } else {
-    ptx::reg_alloc<Single::kConsumerRegs>();
+    ptx::reg_alloc<Own::kConsumerRegs>();
     if (kHasPairs && is_pair) {
       consume<Pair>(args, smem_raw, rank, warpgroup - 1);
     } else {
-      consume<Single>(args, smem_raw, rank, warpgroup - 1);
+      consume<Own>(args, smem_raw, rank, warpgroup - 1);
     }
   }
 }

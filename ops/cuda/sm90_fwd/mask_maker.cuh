@@ -18,6 +18,12 @@ __device__ __forceinline__ uint32_t rows_of(const Interval& rows, int32_t first_
   return rows_below(rows.end - first_row) & ~rows_below(rows.begin - first_row);
 }
 
+// Column of a bit of a mask word: byte t holds those of a consumer's thread with lane t modulo 4, in the order
+// of its accumulators, so that one instruction makes predicates of six of them.
+__device__ __forceinline__ int mask_bit_column(int bit) {
+  return bit % 8 / 2 * 8 + bit / 8 * 2 + bit % 2;
+}
+
 // 32 x 32 bits over the lanes of a warp: bit c of lane r <-> bit r of lane c.
 __device__ __forceinline__ uint32_t transpose_bits(uint32_t bits, int lane) {
 #pragma unroll
@@ -87,7 +93,7 @@ class MaskMaker {
                                             int32_t q_begin, int32_t k_begin) {
     ptx::mbar_wait_warp(&smem_.mask_empty[pos_.slot], pos_.parity ^ 1);
     for (int word = warp_idx_; word < Config::kMaskWords; word += Config::kMaskWarps) {
-      const int32_t k_idx = k_begin + word * 32 + lane_;
+      const int32_t k_idx = k_begin + word * 32 + mask_bit_column(lane_);
       uint32_t visible[kTileQ / 32];  // of column k_idx: bit r of [i] is row 32 i + r
       const bool is_column =
           k_idx < args_.mask.s_k &&

@@ -14,10 +14,11 @@ __device__ __forceinline__ TilePlace locate_tile(const FwdArgs& args, int32_t ti
   int32_t num_late = 0;
   if (args.ready_rows != nullptr) {
     const ScheduleTotals* const totals = args.schedule.totals;
-    num_late = __ldg(Config::kIsPair ? &totals->late_pairs : &totals->late_tiles);
+    num_late = __ldg(Config::kTeamTiles == 2 ? &totals->late_pairs : &totals->late_tiles);
   }
   const int32_t count = team_lists<Config>(args).count;
-  return place_tile({args.b, args.h_q, count, args.heads_per_group, num_late}, tile_id);
+  return place_tile({args.b, args.h_q, count, args.heads_per_group, num_late, Config::kTeamHeads},
+                    tile_id);
 }
 
 template <class Config>
@@ -42,14 +43,13 @@ class Loader {
     uint32_t packed = 0;  // 32 spans of the tile, one a lane
     int32_t span_idx = 0, num_steps = 0, k_begin = 0, flags = 0;  // num_steps: left of the span
     int32_t phase = 1;                                            // of the next claim
-    bool is_begin = true;
     while (true) {
       if (num_steps == 0 && span_idx == tile.num_spans && phase == kClaimPhases) {
         tile = smem_.tile[tile_pos_.slot];
         tile_pos_.next();
         if (tile.num_spans == 0) break;
         packed = next_spans_;
-        span_idx = 0, phase = 0, is_begin = false;
+        span_idx = 0, phase = 0;
       }
       if (num_steps == 0 && span_idx < tile.num_spans) {
         if (span_idx != 0 && span_idx % 32 == 0) {
@@ -68,7 +68,7 @@ class Loader {
         flags &= ~Config::kFirst;
         k_begin += Config::kCols;
       }
-      if (phase < kClaimPhases) advance_claim(phase++, is_begin);
+      if (phase < kClaimPhases) advance_claim(phase++);
     }
     finish();
   }
@@ -76,25 +76,28 @@ class Loader {
  private:
   static constexpr int32_t kClaimPhases = 3;
 
+  __device__ __forceinline__ int32_t member(int count) const { return count == 2 ? rank_ : 0; }
+
   // The claimed tile grows in its slot of shared memory: registers are scarce here, too.
-  __device__ __forceinline__ void advance_claim(int32_t phase, bool is_begin) {
+  __device__ __forceinline__ void advance_claim(int32_t phase) {
     Tile& next = smem_.tile[tile_pos_.slot];
     if (phase == 0) {
       ask_for_claim();
     } else if (phase == 1) {
-      const int32_t tile_id = receive_claim(is_begin);
+      const int32_t tile_id = receive_claim();
       ptx::mbar_wait_warp(&smem_.tile_empty[tile_pos_.slot], tile_pos_.parity ^ 1);
       const SpanLists& lists = team_lists<Config>(args_);
       next_entry_ = {0, 0};
-      if (tile_id < args_.b * args_.h_q * lists.count) {
+      if (tile_id < args_.b * (args_.h_q / Config::kTeamHeads) * lists.count) {
         const TilePlace place = locate_tile<Config>(args_, tile_id);
-        if (is_issuer_) next.h_idx = place.h_idx, next.b_idx = place.b_idx;
+        if (is_issuer_)
+          next.h_idx = place.h_idx + member(Config::kTeamHeads), next.b_idx = place.b_idx;
         next_entry_ =
             lists.order[mask_list(args_, place.b_idx, place.h_idx) * lists.count + place.rank];
       }
     } else {
       if (is_issuer_) {
-        next.q_tile_idx = next_entry_.q_tile_idx * Config::kTeam + rank_;
+        next.q_tile_idx = next_entry_.q_tile_idx * Config::kTeamTiles + member(Config::kTeamTiles);
         next.num_spans = next_entry_.num_spans;
         ptx::mbar_arrive(&smem_.tile_full[tile_pos_.slot]);
       }
@@ -112,15 +115,16 @@ class Loader {
       if (is_issuer_) {
         ptx::mbar_arrive_expect_tx(&smem_.claim_full[claim_pos_.slot], sizeof(int32_t));
       }
+      claimed_ = 0;
     } else if (is_issuer_) {
       claimed_ = atomicAdd(args_.next_tile, 1);
     }
   }
-  __device__ __forceinline__ int32_t receive_claim(bool is_begin) {
+  __device__ __forceinline__ int32_t receive_claim() {
     const uint32_t slot = claim_pos_.slot;
-    int32_t tile_id =
-        static_cast<int32_t>(gridDim.x) / Config::kTeam + __shfl_sync(kAllLanes, claimed_, 0);
-    if (Config::kIsPair && !is_begin) {
+    const int32_t claimed = __shfl_sync(kAllLanes, claimed_, 0);  // below 0: the tile to begin with
+    int32_t tile_id = static_cast<int32_t>(gridDim.x) / Config::kTeam + claimed;
+    if (Config::kIsPair && claimed >= 0) {
       if (rank_ != 0) {
         ptx::mbar_wait_warp(&smem_.claim_full[slot], claim_pos_.parity);
         tile_id = *static_cast<volatile int32_t*>(&smem_.claim[slot]);
@@ -147,13 +151,14 @@ class Loader {
       __syncwarp();
     }
     if (is_issuer_) {
-      smem_.step[k_pos_.slot] = {flags, q_begin, tile.h_idx, tile.b_idx};
+      smem_.step[k_pos_.slot] = {flags | (args_.needs_prescale ? Config::kScaled : 0), q_begin,
+                                 tile.h_idx, tile.b_idx};
       ptx::Barrier* barrier = &smem_.k_full[k_pos_.slot];
       ptx::mbar_arrive_expect_tx(barrier, Config::kBytesK);
 #pragma unroll
       for (int panel = 0; panel < Config::kPanelsQk; ++panel) {
-        load_panel(smem_.k[k_pos_.slot], &args_.map_k[Config::kIsPair], barrier, panel, panel % 2,
-                   k_begin, h_kv_idx, tile.b_idx);
+        load_panel(smem_.k[k_pos_.slot], &args_.map_k[Config::kTeamTiles == 2], barrier, panel,
+                   panel % 2, k_begin, h_kv_idx, tile.b_idx);
       }
     }
     __syncwarp();
@@ -162,7 +167,7 @@ class Loader {
     if (is_issuer_) smem_.pending_v = {k_begin, h_kv_idx, tile.b_idx};
     has_pending_v_ = true;
     if (flags & Config::kFirst) {
-      if (next_q_group_ == 0) load_q(tile, 0);
+      if (Config::kQSlots == 2 || next_q_group_ == 0) load_q(tile, 0);
       load_q(tile, 1);
     }
   }
@@ -209,18 +214,20 @@ class Loader {
     }
     __syncwarp();
     q_pos_.next();
-    next_q_group_ ^= 1;
+    if constexpr (Config::kQSlots > 2) next_q_group_ ^= 1;
   }
 
   __device__ __forceinline__ void load_pending_v() {
-    ptx::mbar_wait_warp(&smem_.v_empty[v_pos_.slot], v_pos_.parity ^ 1);
+    if constexpr (Config::kStagesV == 1) {
+      ptx::mbar_wait_warp(&smem_.v_empty[v_pos_.slot], v_pos_.parity ^ 1);
+    }
     if (is_issuer_) {
       ptx::Barrier* barrier = &smem_.v_full[v_pos_.slot];
       const typename Config::PendingV pending = smem_.pending_v;
       ptx::mbar_arrive_expect_tx(barrier, Config::kBytesV);
 #pragma unroll
       for (int panel = 0; panel < Config::kPanelsV; ++panel) {
-        load_panel(smem_.v[v_pos_.slot], &args_.map_v[Config::kIsPair], barrier, panel,
+        load_panel(smem_.v[v_pos_.slot], &args_.map_v[Config::kTeamTiles == 2], barrier, panel,
                    (panel + 1) % 2, pending.k_begin, pending.h_kv_idx, pending.b_idx);
       }
     }
@@ -243,7 +250,7 @@ class Loader {
   int32_t rank_;  // in the team
   bool is_issuer_;
   RingPos<Config::kStages> k_pos_;
-  RingPos<Config::kStages> v_pos_;
+  RingPos<Config::kStagesV> v_pos_;
   RingPos<Config::kClaimSlots> claim_pos_;
   RingPos<Config::kTileSlots> tile_pos_;
   RingPos<Config::kQSlots> q_pos_;

@@ -19,10 +19,10 @@ __device__ __forceinline__ int64_t mask_list(const FwdArgs& args, int32_t b_idx,
   return int64_t{b_idx} * args.mask.h_mask + mask_head(args, h_idx);
 }
 
-// The lists that a team of CTAs walks: one CTA those of single tiles, two those of pairs.
+// The lists that a team of CTAs walks: those of single tiles or of pairs.
 template <class Config>
 __device__ __forceinline__ const SpanLists& team_lists(const FwdArgs& args) {
-  if constexpr (Config::kIsPair) return args.schedule.pairs;
+  if constexpr (Config::kTeamTiles == 2) return args.schedule.pairs;
   return args.schedule.tiles;
 }
 
@@ -30,7 +30,7 @@ template <class Config>
 __device__ __forceinline__ const Span* tile_spans(const FwdArgs& args,
                                                   const typename Config::Tile& tile) {
   const SpanLists& lists = team_lists<Config>(args);
-  const int32_t entry = tile.q_tile_idx / Config::kTeam;
+  const int32_t entry = tile.q_tile_idx / Config::kTeamTiles;
   return lists.spans +
          (mask_list(args, tile.b_idx, tile.h_idx) * lists.count + entry) * args.schedule.max_spans;
 }
