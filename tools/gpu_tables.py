@@ -193,11 +193,12 @@ def head_dims(records: Sequence[Record]) -> str:
 
 
 def training(records: Sequence[Record]) -> str:
-    """The newest training run: a line an arm, over its seeds, and whether the rule of training_rule.py holds."""
+    """The newest commit's training: a line an arm, over its seeds, and whether the rule of training_rule.py holds.
+    Seeds may be of several processes; no speeds, as those may have shared a GPU."""
     if not records:
         return f"Not measured yet: `{TRAINING_COMMAND}`.\n"
-    newest_run = max(records, key=lambda one: one["date"])["run"]
-    seeds = training_rule.by_seed({"seed": 0, **one} for one in records if one["run"] == newest_run)
+    commit = max(records, key=lambda one: one["date"])["commit"]
+    seeds = training_rule.by_seed({"seed": 0, **one} for one in records if one["commit"] == commit)
     for arms in seeds.values():
         exact = arms["dense_fp32"]["losses"]
         for arm, line in arms.items():
@@ -207,16 +208,15 @@ def training(records: Sequence[Record]) -> str:
     for arm in ("fm3", "dense_bf16", "dense_fp32"):
         own = [line for line in lines if line["impl"] == arm]
         spread = [_spread([line[field] for line in own]) for field in training_rule.FIELDS]
-        rows.append([arm, _spread([line["loss_last"] for line in own], "{:.4f}"), *spread,
-                     f"{max(line['tokens_per_s'] for line in own):,}"])  # fmt: skip
+        rows.append([arm, _spread([line["loss_last"] for line in own], "{:.4f}"), *spread])
     header = ["attention", "last loss", f"distance, first {training_rule.EARLY_STEPS} steps", "distance, all steps",
-              "largest distance", "tokens/s"]  # fmt: skip
+              "largest distance"]  # fmt: skip
     faults = training_rule.faults(lines)
     verdict = "The rule holds." if not faults else f"The rule is broken: {'; '.join(faults)}."
     one = lines[0]
     text = (
         f"Mean (smallest to largest) over seeds ({len(seeds)}), {one['steps']} steps each; distances are of losses to "
-        f"those of fp32 attention; speed of the fastest seed. {verdict} {one['device']}; commit {one['commit']}; "
+        f"those of fp32 attention. {verdict} {one['device']}; commit {one['commit']}; "
         f"{one['date'][:10]}; `{TRAINING_COMMAND}`."
     )
     return "\n".join([*markdown(header, rows), "", text]) + "\n"

@@ -77,10 +77,10 @@ def test_few_seeds_prove_nothing() -> None:
     assert training_rule.faults(lines[:-1]) == ["only 4 of 5 seeds: too few to judge whole runs"]  # an arm is missing
 
 
-def test_table_names_the_verdict_and_takes_the_newest_run() -> None:
-    old = [{**line, "run": "old", "date": "2026-01-01", "loss_last": 99.0} for line in run_of(arms_of(0, 9, 9))]
+def test_table_names_the_verdict_and_takes_the_newest_commit() -> None:
+    old = [{**line, "commit": "old", "date": "2026-01-01", "loss_last": 99.0} for line in run_of(arms_of(0, 9, 9))]
     good = run_of(*(arms_of(seed, 0.5, 1.0) for seed in range(5)))
     table = gpu_tables.training([*good, *old])
-    assert "The rule holds." in table and "99.0" not in table and "| fm3 | 1.01" in table and "1,004" in table
+    assert "The rule holds." in table and "99.0" not in table and "| fm3 | 1.01" in table
     assert "over seeds (5)" in table
     assert "The rule is broken: seed 0: mean distance" in gpu_tables.training(old)
