@@ -121,7 +121,6 @@ class DeviceAttention:
         self._side = device.stream_create() if has_side_stream else None
         self._extra = [device.stream_create() for _ in range(num_step_streams - 1)]
         self._key_stream = device.stream_create() if has_side_stream else None
-        self._own_event = device.event_create()
         self._keys_event = device.event_create()
         self._fork_event = device.event_create()
         self._sizes: dict[str, int] = {}
@@ -306,12 +305,8 @@ class DeviceAttention:
             if not grad.is_contiguous:
                 raise ValueError(f"DeviceAttention.backward: {name} has strides {grad.strides}; it must be contiguous")
         bound = self._bind(prepared, heads)
-        # A call's first passes do not wait for the own rows either.
-        key_stream = self._key_stream if self._key_stream is not None and work.is_overlapped else stream
-        self._fork(stream, [key_stream])
-        slot = self._fill_own(bound, k, v, key_stream)
-        self.device.event_record(self._own_event, key_stream)
-        tickets = self._post_gather(bound, slot, work.bwd_gather, key_stream, None)
+        slot = self._fill_own(bound, k, v, stream)
+        tickets = self._post_gather(bound, slot, work.bwd_gather, stream, None)
         self._wait_all_sent(self._reduce_tickets, stream)  # peers have read the part buffer's last content
         self._reduce_tickets = []
         # A rank without own rows computes zeros: it may have to pass on sums of others.
@@ -461,7 +456,7 @@ class DeviceAttention:
                 self._wait_stages(work, tickets, call, stream)
             return None
         if not any(work.gather[at].stage in call.stages and tickets[at].batch.recvs for at in tickets):
-            return self._own_event
+            return None
         if self.trace is not None:  # so that the wait is seen to begin where the stream comes to it
             self._fork(stream, [self._key_stream])
         with span_of(self.trace, "wait", f"K/V rows: {what}", self._key_stream):
