@@ -9,7 +9,7 @@ and a merge ("steps").
 Backward. K and V are gathered again, so that no layer keeps more than its own rows. Steps run in the plan's order on
 one or two compute streams; the passes of a step that read no keys do not wait for them. Each leaves its own dQ part and
 its rows of the dK/dV part buffer. What the plan lets go after a step is posted on a side stream, where sums to be
-passed on are made. The owner adds everything at the end; rows that nobody else adds to do not wait for the others.
+passed on are made. The owner adds everything at the end.
 
 The key buffer is double: the next phase fills one while peers may still read the other.
 """
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paddle_fm3._c_api import BoundForm, FwdParams, MaskView
-from paddle_fm3._device_api import MAX_PARTS, MergeParams, SumPartsParams, SumRowsParams
+from paddle_fm3._device_api import MAX_PARTS, MergeParams, SumPartsParams
 from paddle_fm3.distributed.device import DTYPES, ELEM_BYTES, Device, DeviceTensor, ReadyRows
 from paddle_fm3.distributed.device_bind import (
     NUM_SLOTS,
@@ -340,21 +340,16 @@ class DeviceAttention:
             self._fork(extra, [stream])
         if dq_parts:
             self._sum_parts(DTYPES[heads.dtype], dq_parts, dq, stream)
-        self._sum_own("dK/dV of own rows", bound.plain_sums, dk, dv, stream)
         with span_of(self.trace, "wait", "dK/dV sums of peers", stream):
             for ticket in self._reduce_tickets:
                 if ticket.batch.recvs:
                     assert self.transport is not None
                     self.transport.wait(ticket, stream)
-        self._sum_own("dK/dV sums of own rows", bound.own_sums, dk, dv, stream)
-
-    def _sum_own(self, what: str, both: list[SumRowsParams], dk: DeviceTensor, dv: DeviceTensor, stream: int) -> None:
-        if both[0].num_rows == 0:
-            return
-        with span_of(self.trace, "compute", what, stream):
-            for sums, grad in zip(both, (dk, dv), strict=True):
-                sums.out = grad.address
-                self.device.sum_rows(sums, stream)
+        if work.num_own:
+            with span_of(self.trace, "compute", "dK/dV sums of own rows", stream):
+                for sums, grad in zip(bound.own_sums, (dk, dv), strict=True):
+                    sums.out = grad.address
+                    self.device.sum_rows(sums, stream)
 
     @contextmanager
     def _leaving_room(self, work: DeviceWork) -> Iterator[None]:

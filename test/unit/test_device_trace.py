@@ -53,7 +53,7 @@ def check_enclosed(rank: Rank, trace: Trace, device_trace: DeviceTrace) -> None:
     wanted = {
         "forward: merge": ("merge", [main]), "forward": ("forward", [main]), "backward": ("backward", [main, *extra]),
         "dQ": ("sum_parts", [main]), "dK/dV sums of own": ("sum_rows", [main]), "own K/V": ("pack", [main]),
-        "dK/dV of own": ("sum_rows", [main]), "dK/dV sums step": ("sum_rows", [main, side]),
+        "dK/dV sums step": ("sum_rows", [main, side]),
     }  # fmt: skip
     begin_at = rank.device.world.when(device_trace._origin)
     for span in trace.spans:
