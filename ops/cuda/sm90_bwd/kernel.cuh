@@ -14,7 +14,7 @@ __device__ __forceinline__ void init_barriers(Smem<C>& smem) {
   using ptx::kWarpArrivals;
   using ptx::mbar_init;
   for (int slot = 0; slot < 2; ++slot) {
-    mbar_init(&smem.tile_full[slot], 1);
+    mbar_init(&smem.tile_full[slot], kWarpArrivals);
     mbar_init(&smem.tile_empty[slot], (kNumConsumerWarps + 1) * kWarpArrivals);
   }
   for (int slot = 0; slot < C::kQStages; ++slot) {

@@ -36,7 +36,7 @@ __device__ __forceinline__ void publish_tile(const KernelArgs& args, Smem<C>& sm
   ptx::mbar_wait(&smem.tile_empty[tile_pos.slot()], tile_pos.write_parity());
   if (lane < kParts) reinterpret_cast<int4*>(&smem.tile[tile_pos.slot()])[lane] = part;
   __syncwarp();
-  if (lane == 0) ptx::mbar_arrive(&smem.tile_full[tile_pos.slot()]);
+  if (ptx::arrives(lane == 0)) ptx::mbar_arrive(&smem.tile_full[tile_pos.slot()]);
   __syncwarp();
 }
 
