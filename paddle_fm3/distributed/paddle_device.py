@@ -10,6 +10,7 @@ import paddle
 from numpy.typing import NDArray
 
 from paddle_fm3 import _native
+from paddle_fm3._c_api import MaskView
 from paddle_fm3.distributed.device import Sm90Device
 from paddle_fm3.distributed.mask_guard import DeviceArray
 
@@ -31,7 +32,16 @@ class PaddleDevice(Sm90Device):
 
     def upload(self, array: NDArray[Any]) -> int:
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        return self._keep(paddle.to_tensor(raw if raw.size else np.zeros(1, np.uint8)))
+        address = self._keep(paddle.to_tensor(raw if raw.size else np.zeros(1, np.uint8)))
+        # NOTE: CUDA may return from a copy of pageable memory before it has landed, and no stream but Paddle's own is
+        # ordered behind it: a schedule made at once on another could be that of whatever lay there before.
+        paddle.device.synchronize()
+        return address
+
+    def schedule(self, mask: MaskView, num_local: int | None) -> int:
+        # NOTE: for what Paddle's stream still does with the memory that Paddle is about to give.
+        paddle.device.synchronize()
+        return super().schedule(mask, num_local)
 
     def _keep(self, tensor: paddle.Tensor) -> int:
         address = int(tensor.data_ptr())
