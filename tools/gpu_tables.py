@@ -3,8 +3,8 @@
 results/attention_gpu.jsonl, and training through them beside dense attention, from results/training_gpu.jsonl.
 
 Peers that can be installed were timed in the same run. FlashAttention-3 and upstream FlashMask v3 cannot; theirs are
-the figures of gpu_anchors.json times (fa4 in this run / fa4 there), on the same case, or on the causal case of the
-same length where fa4 has no such mask.
+the figures of gpu_anchors.json times (a yardstick in this run / the same there): fa4, or flex where the run has no fa4,
+on the same case, or on the causal case of the same length where fa4 has no such mask.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ PHASES = ("fwd", "bwd", "total")
 ANCHORS: dict[str, dict[str, list[int]]] = json.loads(
     (Path(__file__).parent / "gpu_anchors.json").read_text(encoding="utf-8")
 )["tflops"]
+YARDSTICKS = ("fa4", "flex")
 MASKED = ("window", "causal_document", "document")
 COMMAND = "tools/bench_attention.py --device gpu --json results/attention_gpu.jsonl"
 TRAINING_COMMAND = "tools/train_gpu.py --json results/training_gpu.jsonl"
@@ -58,12 +59,13 @@ def collect(records: Iterable[Record], dtype: str = "bfloat16") -> dict[str, dic
 
 
 def scaled(figures: dict[str, dict[str, Triple]], case: str, impl: str) -> Triple | None:
-    """An anchor's figures at the speed of this run's machine, or None without anchor or fa4."""
+    """An anchor's figures at the speed of this run's machine, or None without anchor or yardstick."""
     anchor = ANCHORS.get(case, {}).get(impl)
-    yardstick = case if "fa4" in ANCHORS.get(case, {}) else f"{case.partition('_')[0]}_causal"
-    here, there = figures.get(yardstick, {}).get("fa4"), ANCHORS.get(yardstick, {}).get("fa4")
-    if anchor is None or here is None or there is None:
+    like = case if "fa4" in ANCHORS.get(case, {}) else f"{case.partition('_')[0]}_causal"
+    yardstick = next((peer for peer in YARDSTICKS if peer in figures.get(like, {}) and peer in ANCHORS[like]), None)
+    if anchor is None or yardstick is None:
         return None
+    here, there = figures[like][yardstick], ANCHORS[like][yardstick]
     return {phase: anchor[idx] * here[phase] / there[idx] for idx, phase in enumerate(PHASES) if phase in here}
 
 
@@ -122,10 +124,13 @@ def anchor_cases(records: Sequence[Record]) -> str:
     cases = [case for case in ANCHORS if case in figures and "fa3" in ANCHORS[case] and not case.endswith("_gqa4")]
     if not cases:
         return f"Not measured yet: `{COMMAND}`.\n"
-    rows, forward, total, masked, deterministic = [], [], [], [], []
+    rows, forward, total, masked, deterministic, num_scaled = [], [], [], [], [], 0
     for case in cases:
         ours, fa3 = figures[case]["fm3"], scaled(figures, case, "fa3")
         peers = {impl: figures[case].get(impl) for impl in ("fa4", "cudnn", "flex")}
+        if peers["fa4"] is None:
+            num_scaled += 1
+            peers["fa4"] = scaled(figures, case, "fa4")
         ratios = [_ratio(ours, _best([fa3, *peers.values()], phase), phase) for phase in ("fwd", "total")]
         cost = deterministic_cost(figures[case])
         forward.append(ratios[0]), total.append(ratios[1]), deterministic.append(cost)
@@ -134,15 +139,18 @@ def anchor_cases(records: Sequence[Record]) -> str:
         rows.append(
             [case, _cell(ours), *(_cell(peer) for peer in peers.values()), _cell(fa3), *map(_show, ratios), _show(cost)]
         )
-    header = ["case", "fm3", "FA4", "cuDNN", "FlexAttention", "FA3, scaled", "forward ÷ best peer", "total ÷ best peer",
+    fa4 = {0: "FA4", len(cases): "FA4, scaled"}.get(num_scaled, "FA4, in part scaled")
+    header = ["case", "fm3", fa4, "cuDNN", "FlexAttention", "FA3, scaled", "forward ÷ best", "total ÷ best",
               "deterministic ÷ free backward"]  # fmt: skip
     means = (
-        f"Geometric means: forward {geometric_mean(forward)}, total {geometric_mean(total)} of the best peer's; "
-        f"forward of the masked cases {geometric_mean(masked)} of FA3's; deterministic backward "
-        f"{geometric_mean(deterministic)} of the free one. At least the best peer's: forward in "
+        f"Best: of all other columns, the scaled ones too. Geometric means: forward {geometric_mean(forward)}, total "
+        f"{geometric_mean(total)} of the best; forward of the masked cases {geometric_mean(masked)} of FA3's; "
+        f"deterministic backward {geometric_mean(deterministic)} of the free one. At least the best: forward in "
         f"{_count(forward, 1)} cases, total in {_count(total, 1)}."
     )
     text = "TFLOP/s by visible pairs, forward / backward / total; bf16, head_dim 128, 32 heads, 128K tokens a case."
+    if num_scaled:
+        text += " Scaled: measured earlier, times FlexAttention here ÷ then, case by case."
     return "\n".join([*markdown(header, rows), "", means, "", _caption(records, cases, text)]) + "\n"
 
 
@@ -171,7 +179,11 @@ def other_cases(records: Sequence[Record]) -> str:
         f"times its total in {_count(total, 1.03)}. Grouped heads: at least 1.05 times FA3's total in "
         f"{_count(grouped, 1.05)}."
     )
-    text = "TFLOP/s by visible pairs, forward / backward / total; `_gqa4`: 32 query and 4 key/value heads."
+    text = (
+        "TFLOP/s by visible pairs, forward / backward / total; `_gqa4`: 32 query and 4 key/value heads. Scaled: "
+        "measured earlier, times a peer here ÷ then: FA4 where the case has it, else FA4 or FlexAttention on the "
+        "causal mask of that length."
+    )
     return "\n".join([*markdown(header, rows), "", means, "", _caption(records, cases, text)]) + "\n"
 
 
@@ -213,6 +225,12 @@ def training(records: Sequence[Record]) -> str:
               "largest distance"]  # fmt: skip
     faults = training_rule.faults(lines)
     verdict = "The rule holds." if not faults else f"The rule is broken: {'; '.join(faults)}."
+    if len(seeds) < training_rule.MIN_SEEDS:
+        verdict = f"Whole runs are not judged below {training_rule.MIN_SEEDS} seeds; " + (
+            f"against single ones: {'; '.join(faults[:-1])}."
+            if faults[1:]
+            else "the first steps of each are as they should."
+        )
     one = lines[0]
     text = (
         f"Mean (smallest to largest) over seeds ({len(seeds)}), {one['steps']} steps each; distances are of losses to "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""testing/gpu_timing.py on a GPU: a block's calls follow their own heating, and its clock is the chip's."""
+"""testing/gpu_timing.py on a GPU: a block follows untimed calls of its own, and its clock is the chip's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from paddle_fm3.testing.gpu_power import PowerLog  # noqa: E402
-from paddle_fm3.testing.gpu_timing import HEATING_S, MAX_CALLS, MIN_CALLS, time_block  # noqa: E402
+from paddle_fm3.testing.gpu_timing import MAX_CALLS, MIN_CALLS, time_block  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +20,7 @@ def matrix() -> torch.Tensor:
     return torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
 
 
-def test_a_block_follows_its_own_heating(matrix: torch.Tensor) -> None:
+def test_every_timed_call_has_its_clock(matrix: torch.Tensor) -> None:
     num_calls = 0
 
     def call() -> None:
@@ -30,9 +30,8 @@ def test_a_block_follows_its_own_heating(matrix: torch.Tensor) -> None:
 
     with PowerLog(str(torch.cuda.get_device_properties(0).uuid)) as power:
         block = time_block(call, power=power)
-    assert MIN_CALLS < len(block.times_ms) == len(block.megahertz) <= MAX_CALLS  # short calls
-    heated_ms = (num_calls - len(block.times_ms)) * statistics.median(block.times_ms)
-    assert heated_ms > 0.3e3 * HEATING_S  # the estimate is rough where others share the GPU
+    assert MIN_CALLS <= len(block.times_ms) == len(block.megahertz) <= MAX_CALLS
+    assert num_calls > len(block.times_ms)  # how many more, HEATING_S says on a GPU that nobody shares
     assert all(200 < mhz < 3000 for mhz in block.megahertz)
     fields = block.fields()
     assert fields["mcycles"] == pytest.approx(1e-3 * fields["sm_mhz"] * statistics.median(block.times_ms), rel=0.5)

@@ -48,6 +48,15 @@ def test_absent_peers_are_scaled_by_fa4() -> None:
     assert gpu_tables.scaled(figures, "32k_full", "fa3") is None
 
 
+def test_flex_is_the_yardstick_where_a_run_has_no_fa4() -> None:
+    records = [*lines_of("8k_full", "fm3", 700, 600, 630), *lines_of("8k_full", "flex", 462 * 0.9, 398 * 1.1, 415)]
+    figures = gpu_tables.collect(records)
+    assert gpu_tables.scaled(figures, "8k_full", "fa4") == pytest.approx({"fwd": 583.2, "bwd": 656.7, "total": 611})
+    table = gpu_tables.anchor_cases(records)
+    assert "| FA4, scaled |" in table and "| 583 / 657 / 611 |" in table and "FlexAttention here ÷ then" in table
+    assert gpu_tables.scaled(gpu_tables.collect([*lines_of("8k_full", "fm3", 1, 1, 1)]), "8k_full", "fa4") is None
+
+
 def test_tables_state_ratios_to_the_best_peer_and_their_mean() -> None:
     records = [
         *lines_of("8k_full", "fm3", 700, 600, 630), line("8k_full", "fm3", "bwd", 540, deterministic=True),
@@ -61,7 +70,7 @@ def test_tables_state_ratios_to_the_best_peer_and_their_mean() -> None:
     )
     assert "| 8k_causal | 615 / 560 / 577 | 596 / 559 / 569 | – | – | 615 / 551 / 568 | 1.00 | 1.01 | – |" in table
     assert "forward 1.020, total 0.955" in table
-    assert "At least the best peer's: forward in 2 of 2 cases, total in 1 of 2." in table
+    assert "At least the best: forward in 2 of 2 cases, total in 1 of 2." in table
     assert gpu_tables.other_cases([]).startswith("Not measured yet")
     other = gpu_tables.other_cases([*records, *lines_of("8k_qk_sparse", "fm3", 642, 535, 561.75)])
     assert "| 8k_qk_sparse | 642 / 535 / 562 | – | 535 / 535 / 535 | – | 1.20 | 1.05 | – |" in other

@@ -83,4 +83,7 @@ def test_table_names_the_verdict_and_takes_the_newest_commit() -> None:
     table = gpu_tables.training([*good, *old])
     assert "The rule holds." in table and "99.0" not in table and "| fm3 | 1.01" in table
     assert "over seeds (5)" in table
-    assert "The rule is broken: seed 0: mean distance" in gpu_tables.training(old)
+    assert "against single ones: seed 0: mean distance" in gpu_tables.training(old)
+    assert "the first steps of each are as they should" in gpu_tables.training(run_of(arms_of(0, 0.5, 1.0)))
+    bad = run_of(*(arms_of(seed, 1.6, 1.0) for seed in range(5)))
+    assert "The rule is broken: seed 0: mean distance" in gpu_tables.training(bad)
