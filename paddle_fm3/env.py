@@ -5,6 +5,7 @@ FM3_LIB_DIR            folder of the compiled libraries, instead of the package'
 FM3_NUM_THREADS        threads of the CPU kernels; unset or 0 means every core the process may use
 FM3_TRANSPORT_ADDRESS  address of this machine at which CPU ranks exchange rows; unset: loopback
 FM3_GPU_TRANSPORT      how planned rows travel between GPU ranks: ipc, nccl, or auto (ipc inside one machine)
+FM3_GPU_FORWARD        what their forward does meanwhile: steps (unset), whole, or rows (docs/design_device.md)
 
 Also read: NCCL_MAX_CTAS, NCCL's own limit of multiprocessors, which attention leaves to it while rows travel.
 """
@@ -14,8 +15,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-VARIABLES = ("FM3_LIB_DIR", "FM3_NUM_THREADS", "FM3_TRANSPORT_ADDRESS", "FM3_GPU_TRANSPORT")
+VARIABLES = ("FM3_LIB_DIR", "FM3_NUM_THREADS", "FM3_TRANSPORT_ADDRESS", "FM3_GPU_TRANSPORT", "FM3_GPU_FORWARD")
 GPU_TRANSPORTS = ("auto", "ipc", "nccl")
+GPU_FORWARDS = ("steps", "whole", "rows")
 
 
 def lib_dir() -> Path:
@@ -60,7 +62,21 @@ def gpu_transport() -> str:
     Raises:
         ValueError: FM3_GPU_TRANSPORT is none of the known ones.
     """
-    kind = os.environ.get("FM3_GPU_TRANSPORT", "").strip() or "auto"
-    if kind not in GPU_TRANSPORTS:
-        raise ValueError(f"FM3_GPU_TRANSPORT={kind!r}: expected one of {', '.join(GPU_TRANSPORTS)}")
-    return kind
+    return _one_of("FM3_GPU_TRANSPORT", GPU_TRANSPORTS)
+
+
+def gpu_forward() -> str:
+    """How a forward of planned context parallelism on GPUs waits for rows of other ranks.
+
+    Raises:
+        ValueError: FM3_GPU_FORWARD is none of the known ones.
+    """
+    return _one_of("FM3_GPU_FORWARD", GPU_FORWARDS)
+
+
+def _one_of(name: str, known: tuple[str, ...]) -> str:
+    """The variable's value; the first known one where it is not set."""
+    value = os.environ.get(name, "").strip() or known[0]
+    if value not in known:
+        raise ValueError(f"{name}={value!r}: expected one of {', '.join(known)}")
+    return value

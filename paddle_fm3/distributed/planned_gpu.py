@@ -192,9 +192,10 @@ def _attention_of(communicator: Communicator | None, timeout_s: float) -> Device
         return _attentions[None]
     group_id = communicator.group.id
     if group_id not in _attentions:
+        mode = env.gpu_forward()
         transport = _connect(communicator)
         planned.count_bytes_of(communicator.group, transport)
-        _attentions[group_id] = DeviceAttention(PaddleDevice(), transport, timeout_s=timeout_s)
+        _attentions[group_id] = DeviceAttention(PaddleDevice(), transport, timeout_s=timeout_s, forward_mode=mode)
     communicator.host_exchange = _exchanges[group_id]
     return _attentions[group_id]
 

@@ -362,3 +362,19 @@ def test_a_rank_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     dout, dlse = (paddle.to_tensor(np.zeros(x.shape, dtype)) for x, dtype in ((out, np.float16), (lse, np.float32)))
     paddle.autograd.backward([out, lse], [dout, dlse])
     assert len(seen) == 4 + 8 and all(x.is_contiguous for x in seen), seen
+
+
+def test_a_group_waits_in_steps_unless_the_variable_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(planned_gpu, "_connect", lambda communicator: SimpleNamespace())
+    monkeypatch.setattr(planned_gpu, "PaddleDevice", SimpleNamespace)
+    monkeypatch.setattr(planned_gpu.planned, "count_bytes_of", lambda group, transport: None)
+    monkeypatch.setattr(planned_gpu, "DeviceAttention", lambda *given, **options: modes.append(options["forward_mode"]))
+    for name in ("_attentions", "_exchanges"):
+        monkeypatch.setattr(planned_gpu, name, {1: None} if name == "_exchanges" else {})
+    communicator = SimpleNamespace(group=SimpleNamespace(id=1), host_exchange=None)
+    for value in ("", "rows"):
+        monkeypatch.setenv("FM3_GPU_FORWARD", value)
+        planned_gpu._attentions.clear()
+        planned_gpu._attention_of(communicator, 1.0)
+    assert modes == ["steps", "rows"]
