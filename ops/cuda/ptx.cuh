@@ -9,7 +9,7 @@
 //   fence_*              which proxy must see what before which
 //   named_barrier_*      bar.sync / bar.arrive with an id of the caller's
 //   reg_alloc/dealloc    setmaxnreg
-//   ldmatrix             8x8 b16 matrices from shared memory to registers
+//   stmatrix/ldmatrix    8x8 b16 matrices between registers and shared memory
 #pragma once
 
 #include <cuda.h>
@@ -56,15 +56,6 @@ __device__ __forceinline__ void mbar_arrive_as_warp(Barrier* barrier) {
                  "r"(kWarpArrivals)
                  : "memory");
   }
-}
-// Arrives at the same barrier of another CTA of the cluster.
-__device__ __forceinline__ void mbar_arrive_cluster(Barrier* barrier, uint32_t cta_rank) {
-  asm volatile(
-      "{\n .reg .b32 remote;\n mapa.shared::cluster.u32 remote, %0, %1;\n"
-      " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(
-          smem_addr(barrier)),
-      "r"(cta_rank)
-      : "memory");
 }
 // For shared memory of CTA `cta_rank` of the cluster: the shared::cluster address of what this CTA
 // has at `smem_address`.
@@ -186,12 +177,22 @@ __device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, const void*
       "r"(smem_addr(smem_src)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
-// gmem[i] += smem[i] in fp32, 16-byte aligned, bytes a multiple of 16.
+// gmem[i] += smem[i] in fp32; bytes a multiple of 16, both sides 16-byte aligned.
 __device__ __forceinline__ void bulk_reduce_add_f32(float* gmem_dst, const void* smem_src,
-                                                    uint32_t bytes) {
+                                                    uint32_t bytes, uint64_t l2_policy) {
   asm volatile(
-      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(gmem_dst),
-      "r"(smem_addr(smem_src)), "r"(bytes)
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, "
+      "%3;" ::"l"(gmem_dst),
+      "r"(smem_addr(smem_src)), "r"(bytes), "l"(l2_policy)
+      : "memory");
+}
+// gmem[i] = smem[i], likewise.
+__device__ __forceinline__ void bulk_store(void* gmem_dst, const void* smem_src, uint32_t bytes,
+                                           uint64_t l2_policy) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(
+          gmem_dst),
+      "r"(smem_addr(smem_src)), "r"(bytes), "l"(l2_policy)
       : "memory");
 }
 // Plain bulk load of `bytes` (multiple of 16, both sides 16-byte aligned).
@@ -251,6 +252,12 @@ __device__ __forceinline__ void cluster_sync_relaxed() {
 }
 
 // --- Matrix moves ------------------------------------------------------------------------------
+// `smem_row`: the address of one row of the four, each lane's own.
+__device__ __forceinline__ void stmatrix_x4(uint32_t smem_row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_row),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
 __device__ __forceinline__ void ldmatrix_x4(const void* smem_src, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -137,7 +137,7 @@ __device__ __forceinline__ void store_gradient_tma(const float (&acc)[kDim / 2],
     for (int idx = 0; idx < 4; ++idx) {
       r[idx] = ptx::pack2<T>(acc[8 * pair + 2 * idx] * scale, acc[8 * pair + 2 * idx + 1] * scale);
     }
-    store_matrices(
+    ptx::stmatrix_x4(
         ptx::smem_addr(pair < 4 ? left : right) + row_bytes + (swizzled ^ (pair % 4 * 32)), r);
   }
   ptx::fence_proxy_async();
@@ -385,7 +385,7 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
             const int at = 8 * k_step + 2 * idx;
             reg_ds[idx] = ptx::pack2<T>(acc_s[at] * acc_dp[at], acc_s[at + 1] * acc_dp[at + 1]);
           }
-          store_matrices((ds_address ^ (k_step * 32)) + ds_buffer * kDsBytes, reg_ds);
+          ptx::stmatrix_x4((ds_address ^ (k_step * 32)) + ds_buffer * kDsBytes, reg_ds);
         }
         if constexpr (!is_last) {
           RingPos<C::kQStages> next_pos = step_pos;

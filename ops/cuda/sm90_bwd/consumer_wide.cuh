@@ -213,8 +213,8 @@ __device__ __forceinline__ void run_wide_consumer(const KernelArgs& args, Smem<C
                                               acc_s[idx + 1] * (acc_dp[idx + 1] + row.y));
           }
         }
-        store_matrices(p_address ^ (k_step * 32), reg_p);
-        store_matrices(ds_address ^ (k_step * 32), reg_ds);
+        ptx::stmatrix_x4(p_address ^ (k_step * 32), reg_p);
+        ptx::stmatrix_x4(ds_address ^ (k_step * 32), reg_ds);
       }
       ptx::fence_proxy_async();
       ptx::named_barrier_sync(kStepBarrier, 256);

@@ -98,33 +98,6 @@ __device__ __forceinline__ void store_block_pair(T* row, int32_t block_pair, uin
   }
 }
 
-// Four 8x8 matrices to shared memory, this lane giving the address of one row.
-__device__ __forceinline__ void store_matrices(uint32_t smem_row, const uint32_t (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem_row),
-               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
-}
-
-// Adds to the ring; its lines should stay in L2 while Q, dO, K and V stream through.
-__device__ __forceinline__ void reduce_to_ring(float* gmem_dst, const float* smem_src,
-                                               uint32_t bytes) {
-  asm volatile(
-      "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, "
-      "%3;" ::"l"(gmem_dst),
-      "r"(ptx::smem_addr(smem_src)), "r"(bytes), "l"(ptx::kEvictLast)
-      : "memory");
-}
-
-// The same without adding: the first part of a sum where parts come in turns, which needs no zeros.
-__device__ __forceinline__ void store_to_ring(float* gmem_dst, const float* smem_src,
-                                              uint32_t bytes) {
-  asm volatile(
-      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(
-          gmem_dst),
-      "r"(ptx::smem_addr(smem_src)), "r"(bytes), "l"(ptx::kEvictLast)
-      : "memory");
-}
-
 // Lane 0 of the writer warp. Values are read from shared memory where they are used: registers are
 // few here.
 template <class C>
@@ -196,10 +169,12 @@ class DqWriter {
     const bool is_in_order = tile.flags & kItemInOrder;
     if (is_in_order) wait_for_turn(tile, info);
     float* const sum = args_.dq_ring + static_cast<int64_t>(sum_idx) * Sizes<C>::kPartFloats;
-    if (is_in_order && info.visits_order >> 16 == 0) {
-      store_to_ring(sum, smem_.dq, Sizes<C>::kPartFloats * 4);
+    constexpr uint32_t kBytes = Sizes<C>::kPartFloats * 4;
+    // Evicted last: the ring should stay in L2 while Q, dO, K and V stream through.
+    if (is_in_order && info.visits_order >> 16 == 0) {  // the sum's first part needs no zeros
+      ptx::bulk_store(sum, smem_.dq, kBytes, ptx::kEvictLast);
     } else {
-      reduce_to_ring(sum, smem_.dq, Sizes<C>::kPartFloats * 4);
+      ptx::bulk_reduce_add_f32(sum, smem_.dq, kBytes, ptx::kEvictLast);
     }
     ptx::bulk_commit();
     if (is_in_order) {

@@ -52,7 +52,7 @@ __device__ __forceinline__ void pack_tile(const float* left, const float* right,
     const uint32_t r[4] = {
         ptx::pack2<T>(x.x * scale, x.y * scale), ptx::pack2<T>(x.z * scale, x.w * scale),
         ptx::pack2<T>(y.x * scale, y.y * scale), ptx::pack2<T>(y.z * scale, y.w * scale)};
-    store_matrices(address ^ (pair * 32), r);
+    ptx::stmatrix_x4(address ^ (pair * 32), r);
   }
 }
 
