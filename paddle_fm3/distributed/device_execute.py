@@ -37,9 +37,9 @@ from paddle_fm3.distributed.device_bind import (
 from paddle_fm3.distributed.device_trace import DeviceTrace, span_of
 from paddle_fm3.distributed.device_transport import BUFFER_ALIGNMENT, DeviceTransport, Ticket
 from paddle_fm3.distributed.device_work import DeviceWork, KeyRange, SumTable
+from paddle_fm3.env import GPU_FORWARDS
 
-__all__ = ["FORWARD_MODES", "DeviceAttention", "Heads", "PreparedWork"]
-FORWARD_MODES = ("rows", "whole", "steps")
+__all__ = ["DeviceAttention", "Heads", "PreparedWork"]
 _MAX_BOUND = 64  # masks times sizes that are kept filled in
 
 
@@ -107,8 +107,8 @@ class DeviceAttention:
         num_step_streams: int | None = None,
         has_side_stream: bool = True,
     ) -> None:
-        if forward_mode is not None and forward_mode not in FORWARD_MODES:
-            raise ValueError(f"DeviceAttention: forward_mode={forward_mode!r} is none of {FORWARD_MODES}")
+        if forward_mode is not None and forward_mode not in GPU_FORWARDS:
+            raise ValueError(f"DeviceAttention: forward_mode={forward_mode!r} is none of {GPU_FORWARDS}")
         if num_step_streams is None:
             num_step_streams = 2 if has_side_stream else 1
         if num_step_streams not in (1, 2) or (num_step_streams == 2 and not has_side_stream):

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from paddle_fm3.distributed.device_execute import FORWARD_MODES
 from paddle_fm3.distributed.device_work import BWD_STYLES
+from paddle_fm3.env import GPU_FORWARDS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def forward_mode(self) -> str | None:
-        return self._chosen if self._chosen in FORWARD_MODES else None
+        return self._chosen if self._chosen in GPU_FORWARDS else None
 
     @property
     def _chosen(self) -> str:
