@@ -182,6 +182,8 @@ class DeviceAttention:
     def discard(self, prepared: PreparedWork) -> None:
         """Frees what `prepare` put on the device. Waits for the device, whose streams may still use it."""
         self._bound = {key: bound for key, bound in self._bound.items() if bound.prepared is not prepared}
+        if self.transport is not None:
+            self.transport.forget()
         for address in prepared.memory:
             self.device.free(address)
 
@@ -403,6 +405,8 @@ class DeviceAttention:
             self._slot_tickets, self._reduce_tickets = [[] for _ in range(NUM_SLOTS)], []
         if len(self._bound) >= _MAX_BOUND:
             self._bound = {}
+            if self.transport is not None:
+                self.transport.forget()
         bound = self._bound[key] = BoundWork(prepared, heads, self._buffers)
         return bound
 

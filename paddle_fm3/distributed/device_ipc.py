@@ -109,8 +109,9 @@ class IpcTransport(DeviceTransport):
             self.check()
             time.sleep(1e-4)
         self._exchange({"idle": True})  # nobody reads the old buffers any more
-        self._close_buffers()
-        self._exchange({"closed": True})
+        self._close_peers()
+        self._exchange({"closed": True})  # CUDA leaves open what freeing memory does that another process has mapped
+        self._free_buffers()
         error, handles = None, {}
         try:
             for name, num_bytes in sizes.items():
@@ -134,6 +135,10 @@ class IpcTransport(DeviceTransport):
         if errors:
             raise TransportError(errors[0])
         return dict(self._buffers)
+
+    def forget(self) -> None:
+        super().forget()
+        self._copies = {}
 
     def _post(self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int, int] | None) -> None:
         device, number = self._device, ticket.number
@@ -224,18 +229,21 @@ class IpcTransport(DeviceTransport):
         self._is_closed.set()
         atexit.unregister(self._leave)
         self._watch.join()
-        self._close_buffers()
+        self._close_peers()
+        self._free_buffers()
         self._device.host_unregister(self._page.address)
         self._page.close()
 
-    def _close_buffers(self) -> None:
+    def _close_peers(self) -> None:
         for buffers in self._peers:
             for address in buffers.values():
                 self._device.ipc_close(address)
+        self._peers = [{} for _ in range(self.num_ranks)]
+
+    def _free_buffers(self) -> None:
         for address in self._buffers.values():
             self._device.free(address)
-        self._buffers, self._peers = {}, [{} for _ in range(self.num_ranks)]
-        self._copies = {}
+        self._buffers = {}
 
     def _watch_page(self) -> None:
         watched, since_s = -1, 0.0

@@ -89,8 +89,11 @@ class NcclTransport(DeviceTransport):
             self.check()
             time.sleep(1e-4)
         self._buffers = {name: paddle.empty([max(size, 1)], "uint8") for name, size in sizes.items()}
-        self._slices = {}
         return {name: buffer.data_ptr() for name, buffer in self._buffers.items()}
+
+    def forget(self) -> None:
+        super().forget()
+        self._slices = {}
 
     def _post(self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int, int] | None) -> None:
         batch, side = ticket.batch, self._stream.cuda_stream

@@ -106,8 +106,13 @@ class DeviceTransport:
         for name, address in addresses.items():
             if address % BUFFER_ALIGNMENT:
                 raise TransportError(f"buffer {name!r} is at {address:#x}, not a multiple of {BUFFER_ALIGNMENT}")
-        self._sizes, self._checked = dict(sizes), {}
+        self._sizes = dict(sizes)
+        self.forget()
         return addresses
+
+    def forget(self) -> None:
+        """Drops what was worked out from batches, for their masks are gone; those posted again cost it once more."""
+        self._checked = {}
 
     def post(
         self, batch: Batch, stream: int, after: tuple[Ticket, ...] = (), word: tuple[int, int, int] | None = None

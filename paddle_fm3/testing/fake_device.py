@@ -12,7 +12,7 @@ import ctypes
 import random
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +53,8 @@ class FakeWorld:
         self._held: set[int] = set()
         self.num_run = 0
         self.history: list[tuple[int, str]] = []  # stream and what, of all that has run
+        self.freed_while_mapped: list[int] = []  # what one rank freed and another had open
+        self._num_mappings: Counter[int] = Counter()  # by address
 
     def new_stream(self) -> int:
         with self._lock:
@@ -152,6 +154,17 @@ class FakeWorld:
             self._memory.append(array)
         return -(-array.ctypes.data // _ALIGNMENT) * _ALIGNMENT
 
+    def map(self, address: int, change: int) -> None:
+        """Another rank opens memory, or closes it."""
+        with self._lock:
+            self._num_mappings[address] += change
+
+    def free(self, address: int) -> None:
+        """Kept all the same: what still uses it reads what was there last."""
+        with self._lock:
+            if self._num_mappings[address]:
+                self.freed_while_mapped.append(address)
+
     def rank_device(self) -> FakeDevice:
         return FakeDevice(self)
 
@@ -193,7 +206,7 @@ class FakeDevice:
         return self.world.new_memory(max(num_bytes, 1))
 
     def free(self, address: int) -> None:
-        pass
+        self.world.free(address)
 
     def upload(self, array: NDArray[Any]) -> int:
         address = self.malloc(array.nbytes)
@@ -213,10 +226,12 @@ class FakeDevice:
         return address.to_bytes(64, "little")
 
     def ipc_open(self, handle: bytes) -> int:
-        return int.from_bytes(handle, "little")
+        address = int.from_bytes(handle, "little")
+        self.world.map(address, 1)
+        return address
 
     def ipc_close(self, address: int) -> None:
-        pass
+        self.world.map(address, -1)
 
     # --- streams ---------------------------------------------------------------------------------
 

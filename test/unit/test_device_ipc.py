@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from device_support import Exchanger, Group, on_ranks
 from program import run_program
-from test_device_execute import make_inputs
+from test_device_execute import check, make_inputs
 
 from paddle_fm3.distributed.device_execute import DeviceAttention
 from paddle_fm3.distributed.device_held import EXIT_STATUS
@@ -109,9 +109,32 @@ def test_registering_again_gives_larger_buffers(pair: Pair) -> None:
     for rank, transport in enumerate(pair.transports):
         transport.post(batch(rank), pair.streams[rank])
     addresses = on_ranks(2, lambda rank: pair.transports[rank].register({"x": 4096, "y": 512}))
+    assert pair.world.freed_while_mapped == []
     assert all(set(found) == {"x", "y"} for found in addresses)
     big = [Batch("big", (Piece(1 - r, "x", 0, 4096, "x", 0),), ()) for r in range(2)]
     pair.transports[0].post(big[0], pair.streams[0])
+
+
+def test_nothing_is_kept_of_masks_that_are_gone() -> None:
+    """A training run has a new one every step."""
+    group = Group(2, seed=3)
+    try:
+        num_known = []
+        for lengths in ([100, 60, 96], [30, 200, 26], [128, 128], [250, 6], [1, 255]):
+            mask = builders.causal_document(lengths)
+            plan = build_plan(mask, 2)
+            inputs = make_inputs(np.random.default_rng(0), 1, 256, 2, 1, 16, 16)
+            collect = group.step(plan, mask, inputs, 0.25)
+            group.world.run()
+            check(collect(), inputs, mask)
+            for rank in group.ranks:
+                for bound in list(rank.attention._bound.values()):
+                    rank.attention.discard(bound.prepared)
+            transports = [rank.transport for rank in group.ranks]
+            num_known.append([len(known) for t in transports for known in (t._checked, t._copies)])
+        assert num_known == [[0] * 4] * 5
+    finally:
+        group.close()
 
 
 @pytest.mark.parametrize(
