@@ -85,6 +85,13 @@ class FwdParams(_Struct):
     ]
 
 
+class BwdSchedule(_Struct):
+    """What the sm90 backward needs to know of a mask, prepared once: device memory that `build_bwd_schedule` fills, and
+    the mask it is for. Calls point to it, so it must outlive them."""
+
+    _fields_ = [("mask", MaskView), ("data", ctypes.c_void_p), ("bytes", ctypes.c_int64)]
+
+
 class BwdParams(_Struct):
     _fields_ = [
         ("shape", Shape),
@@ -114,6 +121,7 @@ class BwdParams(_Struct):
         ("workspace", ctypes.c_void_p),
         ("workspace_bytes", ctypes.c_int64),
         ("keys_ready", ctypes.c_void_p),  # sm90: event before which k and v are not read, or None
+        ("bwd_schedule", ctypes.c_void_p),  # sm90: address of a BwdSchedule prepared for `mask`, or None
     ]
 
 
@@ -144,6 +152,8 @@ def declare(library: ctypes.CDLL, backend: str) -> ctypes.CDLL:
     else:
         signatures["schedule_bytes"] = (ctypes.c_int64, [ctypes.POINTER(MaskView)])
         signatures["build_schedule"] = (ctypes.c_int32, [ctypes.POINTER(MaskView), pointer, pointer])
+        signatures["bwd_schedule_bytes"] = (ctypes.c_int64, [ctypes.POINTER(MaskView)])
+        signatures["build_bwd_schedule"] = (ctypes.c_int32, [ctypes.POINTER(BwdSchedule), pointer, pointer])
     for name, (result, arguments) in signatures.items():
         function = getattr(library, f"fm3_{backend}_{name}")
         function.restype, function.argtypes = result, arguments

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Hopper backward behind the C ABI: which kernel serves a call, its tensor maps, its workspace.
-// Nothing here allocates, synchronises or keeps state, so calls can be captured. A prepared schedule
-// is not read: the backward's own lists (by key tile) take 8 us a call at 128K tokens.
+// Nothing here allocates, synchronises or keeps state, so calls can be captured.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <sstream>
 #include <string>
+#include <tuple>
 
 #include "fm3/c_api.h"
 #include "ops/cuda/sm90_bwd/args.h"
@@ -41,6 +42,26 @@ bool is_empty(const Shape& shape) {
   return int64_t{shape.b} * shape.h_q == 0 || shape.s_q == 0 || shape.s_k == 0;
 }
 
+std::string check_mask_served(const MaskView& mask) {
+  const bool has_upper = mask.form == BoundForm::kOuter2 || mask.form == BoundForm::kBoth4;
+  if (!mask.is_causal || !has_upper) return "";
+  return "is_causal=1 with upper bounds; sm90 serves the causal rule with lower bounds only";
+}
+
+// Empty if the mask can have lists of key tiles of block_k keys.
+std::string check_lists(const MaskView& mask, int32_t block_k) {
+  const auto at_most = [](const char* name, int64_t value, int64_t most) {
+    return std::string(name) + "=" + std::to_string(value) + "; the sm90 backward serves up to " +
+           std::to_string(most);
+  };
+  constexpr int64_t kMost = UINT16_MAX;  // grid axes; visitors of a row tile
+  const int64_t num_masks = int64_t{mask.b} * mask.h_mask;
+  if (num_masks > kMost || mask.b > kMost) return at_most("b * h_mask", num_masks, kMost);
+  if (div_up(mask.s_q, kBlockQ) > kMost) return at_most("s_q", mask.s_q, kMost * kBlockQ);
+  if (div_up(mask.s_k, block_k) > kMost) return at_most("s_k", mask.s_k, kMost * block_k);
+  return "";
+}
+
 // Empty if this backend has a kernel for the call, else why not and what would serve it.
 std::string check_served(const BwdParams& params) {
   const Shape& shape = params.shape;
@@ -55,26 +76,10 @@ std::string check_served(const BwdParams& params) {
   }
   const BwdKernel* kernel = find_kernel(params);
   if (kernel == nullptr) return dims + "; sm90 serves head dims up to 256" + elsewhere;
-  if (params.mask.is_causal &&
-      (params.mask.form == BoundForm::kOuter2 || params.mask.form == BoundForm::kBoth4)) {
-    return "is_causal=1 with upper bounds; sm90 serves the causal rule with lower bounds only" +
-           elsewhere;
-  }
-  // Grid axes of the passes before the kernel.
-  const int64_t num_masks = int64_t{params.mask.b} * params.mask.h_mask;
-  if (num_masks > UINT16_MAX || shape.b > UINT16_MAX) {
-    return "b=" + std::to_string(shape.b) + ", h_mask=" + std::to_string(params.mask.h_mask) +
-           "; the sm90 backward serves up to 65535 masks" + elsewhere;
-  }
-  if (div_up(shape.s_q, kBlockQ) > UINT16_MAX) {
-    return "s_q=" + std::to_string(shape.s_q) + "; the sm90 backward serves up to " +
-           std::to_string(int64_t{UINT16_MAX} * kBlockQ);
-  }
   const int64_t num_k_tiles = div_up(shape.s_k, kernel->block_k);
-  if (num_k_tiles > UINT16_MAX) {
-    return "s_k=" + std::to_string(shape.s_k) + "; the sm90 backward serves up to " +
-           std::to_string(int64_t{UINT16_MAX} * kernel->block_k);
-  }
+  std::string error = check_mask_served(params.mask);
+  if (error.empty()) error = check_lists(params.mask, kernel->block_k);
+  if (!error.empty()) return error + elsewhere;
   if (num_k_tiles * shape.b * shape.h_q > INT32_MAX / 2) {
     return "b * h_q * ceil(s_k / " + std::to_string(kernel->block_k) +
            ")=" + std::to_string(num_k_tiles * shape.b * shape.h_q) +
@@ -117,10 +122,6 @@ PlanInput plan_input(const BwdParams& params, const BwdKernel& kernel) {
   in.step_bytes = kBlockQ * (2 * kernel.dim_qk + 2 * kernel.dim_v + 4 * kernel.dim_qk);
   in.is_deterministic = params.is_deterministic;
   in.num_q_tiles = static_cast<int32_t>(div_up(shape.s_q, kBlockQ));
-  constexpr int64_t kTurnBytes = 16 << 20;
-  in.can_order = in.is_deterministic || int64_t{params.mask.b} * params.mask.h_mask *
-                                                in.num_k_tiles * in.num_q_tiles * 2 <=
-                                            kTurnBytes;
   return in;
 }
 
@@ -132,15 +133,28 @@ int64_t kv_sum_heads(const PlanInput& in, int64_t tile_bytes) {
                            std::max<int64_t>(2, kSumBytes / (in.num_k_tiles * tile_bytes)));
 }
 
-// Lays the workspace out from `base` (may be nullptr); returns its bytes.
+// The forward's prepared scan of the mask's bounds.
+sm90::ScheduleView view_of(const MaskView& mask, const void* schedule) {
+  sm90::ScheduleView view;
+  sm90::schedule_layout(mask, const_cast<void*>(schedule), &view);
+  return view;
+}
+int64_t layout_lists(const MaskView& mask, const void* schedule, const int32_t* block_ks,
+                     int32_t num_block_ks, void* base, MaskLists* lists) {
+  if (schedule == nullptr) return lists_layout(mask, block_ks, num_block_ks, nullptr, base, lists);
+  const sm90::ScheduleView view = view_of(mask, schedule);
+  const BoundScan scan = {view.hulls, view.granules, view.num_hulls};
+  return lists_layout(mask, block_ks, num_block_ks, &scan, base, lists);
+}
+
+// Lays the workspace out from `base` (may be nullptr); returns its bytes. `lists`: the part of them, if the
+// call makes them.
 int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, KernelArgs* args,
-               PrepareArgs* in) {
+               PrepareArgs* in, MaskLists* lists) {
   const Shape& shape = params.shape;
   const int64_t num_masks = int64_t{params.mask.b} * params.mask.h_mask;
   const int64_t num_q_tiles = div_up(shape.s_q, kBlockQ);
   const int64_t num_k_tiles = div_up(shape.s_k, kernel.block_k);
-  const int64_t num_hulls = div_up(shape.s_k, kHullK);
-  const int64_t num_q_chunks = div_up(num_q_tiles, 32);
   const PlanInput plan_in = plan_input(params, kernel);
   const int64_t ring_tiles = plan_in.ring_heads * num_q_tiles;
   const int64_t kv_tile_floats = int64_t{kernel.block_k} * (kernel.dim_qk + kernel.dim_v);
@@ -148,23 +162,19 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   const int64_t num_items =
       int64_t{shape.b} * num_k_tiles * (plan_in.can_cut ? shape.h_q : shape.h_kv);
   const int64_t num_rows = int64_t{shape.b} * shape.h_q * num_q_tiles * kBlockQ;
-  int64_t offset = 0;
+  const int64_t lists_bytes =
+      params.bwd_schedule != nullptr
+          ? 0
+          : layout_lists(params.mask, params.schedule, &kernel.block_k, 1, base, lists);
+  int64_t offset = lists_bytes;
   const auto take = [&](auto** pointer, int64_t count) {
     using Element = std::remove_reference_t<decltype(**pointer)>;
     *pointer = reinterpret_cast<Element*>(base + offset);
     offset = sm90::align_up(offset + count * int64_t{sizeof(Element)}, 256);
   };
-  take(&args->hulls, num_masks * num_hulls);
-  take(&args->bounds, num_masks * num_hulls * kHullK);
-  take(&args->tile_order, num_masks * num_k_tiles);
-  take(&args->tile_steps, num_masks * num_k_tiles);
-  take(&args->step_bits, num_masks * num_k_tiles * num_q_chunks);
-  take(&args->step_chunks, num_masks * num_k_tiles);
-  take(&args->sample_rows, num_masks * num_k_tiles);
   take(&args->walks, num_masks);
   take(&args->plan, 1);
   take(&args->items, num_items);
-  take(&args->turns, plan_in.can_order ? num_masks * num_k_tiles * num_q_tiles : 0);
   take(&args->lse_log2, num_rows);
   take(&args->minus_delta, num_rows);
   const int64_t ring_floats = ring_tiles * kBlockQ * kernel.dim_qk;
@@ -175,8 +185,6 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   take(&args->next_finished, 1);
   take(&args->next_conversion, 1);
   take(&args->finished, int64_t{shape.b} * shape.h_q * num_q_tiles * kernel.dq_parts);
-  take(&args->visits, num_masks * num_q_tiles);
-  take(&args->shared_rows, num_masks);
   take(&args->head_done, int64_t{shape.b} * shape.h_q);
   take(&args->kv_counts, kv_sum_tiles * 8);
   take(&args->ring_counts, ring_tiles * kernel.dq_parts);
@@ -189,9 +197,6 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   args->kv_sum_heads = static_cast<int32_t>(kv_sum_tiles / num_k_tiles);
   args->num_q_tiles = static_cast<int32_t>(num_q_tiles);
   args->num_k_tiles = static_cast<int32_t>(num_k_tiles);
-  args->num_hulls = static_cast<int32_t>(num_hulls);
-  args->num_q_chunks = static_cast<int32_t>(num_q_chunks);
-  in->block_k = kernel.block_k;
   in->dq_parts = kernel.dq_parts;
   return offset;
 }
@@ -200,7 +205,8 @@ int64_t workspace_bytes(const BwdParams& params) {
   if (is_empty(params.shape)) return 0;
   KernelArgs args{};
   PrepareArgs in{};
-  return layout(params, *find_kernel(params), nullptr, &args, &in);
+  MaskLists lists{};
+  return layout(params, *find_kernel(params), nullptr, &args, &in, &lists);
 }
 
 std::string make_tensor_maps(const BwdParams& params, const BwdKernel& kernel, KernelArgs* args) {
@@ -249,6 +255,47 @@ cudaError_t fill_zeros(const BwdParams& params, cudaStream_t stream) {
   return error;
 }
 
+std::string text_of(const MaskView& mask) {
+  std::ostringstream text;
+  text << "b=" << mask.b << ", h_mask=" << mask.h_mask << ", s_q=" << mask.s_q
+       << ", s_k=" << mask.s_k << ", form=" << static_cast<int32_t>(mask.form)
+       << ", is_causal=" << mask.is_causal << ", bounds=" << static_cast<const void*>(mask.bounds)
+       << ", block_mask=" << static_cast<const void*>(mask.block_mask);
+  return text.str();
+}
+
+int64_t schedule_bytes(const MaskView& mask) {
+  if (int64_t{mask.b} * mask.h_mask == 0 || mask.s_q == 0 || mask.s_k == 0) return 0;
+  return lists_layout(mask, kBlockKs, kNumBlockKs, nullptr, nullptr, nullptr);
+}
+
+// Empty if the memory can hold the schedule of its mask.
+std::string check_schedule(const BwdSchedule& schedule) {
+  const int64_t needed = schedule_bytes(schedule.mask);
+  if (needed > 0 && schedule.data == nullptr) return "bwd_schedule.data is nullptr";
+  if (reinterpret_cast<uintptr_t>(schedule.data) % 16 != 0) {
+    return "bwd_schedule.data is not aligned to 16 bytes";
+  }
+  if (schedule.bytes < needed) {
+    return "bwd_schedule.bytes=" + std::to_string(schedule.bytes) +
+           "; fm3_sm90_bwd_schedule_bytes asks for " + std::to_string(needed);
+  }
+  return "";
+}
+
+// Empty if the schedule that the call brings was made for the call's mask.
+std::string check_schedule_fits(const BwdParams& params) {
+  if (params.bwd_schedule == nullptr) return "";
+  const MaskView &made_for = params.bwd_schedule->mask, &mask = params.mask;
+  const auto fields = [](const MaskView& view) {
+    return std::tie(view.bounds, view.block_mask, view.form, view.is_causal, view.b, view.h_mask,
+                    view.s_q, view.s_k);
+  };
+  if (fields(made_for) == fields(mask)) return check_schedule(*params.bwd_schedule);
+  return "bwd_schedule was made for a mask with " + text_of(made_for) + "; the call's has " +
+         text_of(mask) + "; a schedule serves one mask";
+}
+
 int32_t run(const BwdParams& params, cudaStream_t stream) {
   constexpr const char* kName = "fm3_sm90_bwd";
   const Shape& shape = params.shape;
@@ -274,7 +321,17 @@ int32_t run(const BwdParams& params, cudaStream_t stream) {
   }
   KernelArgs args{};
   PrepareArgs in{};
-  layout(params, kernel, static_cast<char*>(params.workspace), &args, &in);
+  MaskLists lists{};
+  layout(params, kernel, static_cast<char*>(params.workspace), &args, &in, &lists);
+  if (params.bwd_schedule != nullptr) {
+    lists_layout(params.mask, kBlockKs, kNumBlockKs, nullptr, params.bwd_schedule->data, &lists);
+  }
+  for (int32_t idx = 0; idx < lists.num_tile_lists; ++idx) {
+    if (lists.tiles[idx].block_k == kernel.block_k) args.lists = lists.tiles[idx];
+  }
+  args.bounds = reinterpret_cast<const int4*>(lists.bounds);
+  args.num_hulls = lists.scan.num_hulls;
+  args.num_q_chunks = lists.num_q_chunks;
   error = make_tensor_maps(params, kernel, &args);
   if (!error.empty()) return fail(Status::kUnsupported, kName, error);
 
@@ -293,7 +350,9 @@ int32_t run(const BwdParams& params, cudaStream_t stream) {
   in.stride_out = params.stride_out;
   in.stride_dout = params.stride_dout;
 
-  cudaError_t status = prepare(args, in, stream);
+  cudaError_t status = cudaSuccess;
+  if (params.bwd_schedule == nullptr) status = make_lists(params.mask, lists, stream);
+  if (status == cudaSuccess) status = prepare(args, in, stream);
   if (status == cudaSuccess && params.keys_ready != nullptr) {
     status = cudaStreamWaitEvent(stream, static_cast<cudaEvent_t>(params.keys_ready), 0);
   }
@@ -313,6 +372,8 @@ int32_t fm3_sm90_bwd(const fm3::BwdParams* params, void* stream) {
   constexpr const char* kName = "fm3_sm90_bwd";
   std::string error = params == nullptr ? "params is nullptr" : fm3::check_params(*params);
   if (!error.empty()) return fm3::sm90::fail(Status::kInvalidArgument, kName, error);
+  error = fm3::sm90_bwd::check_schedule_fits(*params);
+  if (!error.empty()) return fm3::sm90::fail(Status::kInvalidArgument, kName, error);
   error = fm3::sm90_bwd::check_served(*params);
   if (!error.empty()) return fm3::sm90::fail(Status::kUnsupported, kName, error);
   return fm3::sm90_bwd::run(*params, static_cast<cudaStream_t>(stream));
@@ -325,4 +386,33 @@ int64_t fm3_sm90_bwd_workspace_bytes(const fm3::BwdParams* params) {
   if (error.empty()) return fm3::sm90_bwd::workspace_bytes(*params);
   fm3::sm90::fail(Status::kUnsupported, kName, error);
   return -1;
+}
+
+int64_t fm3_sm90_bwd_schedule_bytes(const fm3::MaskView* mask) {
+  return mask == nullptr ? 0 : fm3::sm90_bwd::schedule_bytes(*mask);
+}
+
+int32_t fm3_sm90_build_bwd_schedule(const fm3::BwdSchedule* bwd_schedule, const void* schedule,
+                                    void* stream) {
+  constexpr const char* kName = "fm3_sm90_build_bwd_schedule";
+  using namespace fm3::sm90_bwd;
+  std::string error =
+      bwd_schedule == nullptr ? "bwd_schedule is nullptr" : fm3::check_mask(bwd_schedule->mask);
+  if (error.empty()) error = check_schedule(*bwd_schedule);
+  if (!error.empty()) return fm3::sm90::fail(Status::kInvalidArgument, kName, error);
+  const fm3::MaskView& mask = bwd_schedule->mask;
+  error = check_mask_served(mask);
+  if (error.empty()) error = check_lists(mask, *std::min_element(kBlockKs, kBlockKs + kNumBlockKs));
+  if (!error.empty()) return fm3::sm90::fail(Status::kUnsupported, kName, error);
+  if (schedule_bytes(mask) == 0) return static_cast<int32_t>(Status::kOk);
+  MaskLists lists;
+  lists_layout(mask, kBlockKs, kNumBlockKs, nullptr, bwd_schedule->data, &lists);
+  if (schedule != nullptr) {
+    const fm3::sm90::ScheduleView view = view_of(mask, schedule);
+    lists.scan = {view.hulls, view.granules, view.num_hulls};
+    lists.scan_totals = nullptr;
+  }
+  const cudaError_t status = make_lists(mask, lists, static_cast<cudaStream_t>(stream));
+  if (status == cudaSuccess) return static_cast<int32_t>(Status::kOk);
+  return fm3::sm90::fail(Status::kBackendError, kName, cudaGetErrorString(status));
 }

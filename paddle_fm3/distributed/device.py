@@ -9,13 +9,15 @@ it on the CPU, with streams that run in any order the events allow, is in `paddl
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_fm3._c_api import BwdParams, DType, FwdParams, MaskView
+from paddle_fm3._c_api import BwdParams, BwdSchedule, DType, FwdParams, MaskView
 from paddle_fm3._device_api import (
     IPC_HANDLE_BYTES,
     SIGNATURES,
@@ -131,6 +133,10 @@ class Device(Protocol):
         """New device memory with the mask's prepared schedule; tiles that need keys [0, num_local) only first."""
         ...
 
+    def bwd_schedule(self, mask: MaskView) -> BwdSchedule:
+        """New device memory, at `data`, with the backward's prepared schedule of the mask."""
+        ...
+
     def forward(self, params: FwdParams, stream: int) -> None:
         """`params.workspace` is set by the callee; one forward at a time a stream."""
         ...
@@ -152,7 +158,7 @@ class Sm90Device:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = declare(library)
-        names = ("fwd", "bwd", "build_schedule", *SIGNATURES)
+        names = ("fwd", "bwd", "build_schedule", "build_bwd_schedule", *SIGNATURES)
         self._functions = {name: getattr(library, f"fm3_sm90_{name}") for name in names}
         self._workspaces: dict[tuple[str, int], tuple[int, int]] = {}  # (direction, stream) -> address, bytes
 
@@ -182,11 +188,8 @@ class Sm90Device:
         dense = np.ascontiguousarray(array)
         address = self.malloc(dense.nbytes)
         if dense.nbytes:
-            stream = self.stream_create()
-            self.copy(self.copies([(address, dense.ctypes.data, dense.nbytes)]), stream)
-            while not self.stream_is_done(stream):
-                pass
-            self._call("stream_destroy", stream)
+            with self._own_stream() as stream:
+                self.copy(self.copies([(address, dense.ctypes.data, dense.nbytes)]), stream)
         return address
 
     def host_register(self, address: int, num_bytes: int) -> int:
@@ -254,14 +257,27 @@ class Sm90Device:
 
     def schedule(self, mask: MaskView, num_local: int | None) -> int:
         schedule = self.malloc(self._library.fm3_sm90_schedule_bytes(ctypes.byref(mask)))
+        with self._own_stream() as stream:
+            self._call("build_schedule", ctypes.byref(mask), schedule, stream)
+            if num_local is not None:
+                self._call("order_local_first", ctypes.byref(mask), schedule, num_local, stream)
+        return schedule
+
+    def bwd_schedule(self, mask: MaskView) -> BwdSchedule:
+        num_bytes = self._library.fm3_sm90_bwd_schedule_bytes(ctypes.byref(mask))
+        made = BwdSchedule(mask, self.malloc(num_bytes), num_bytes)
+        with self._own_stream() as stream:
+            self._call("build_bwd_schedule", ctypes.byref(made), None, stream)
+        return made
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[int]:
+        """A stream, until what is enqueued there inside has run."""
         stream = self.stream_create()
-        self._call("build_schedule", ctypes.byref(mask), schedule, stream)
-        if num_local is not None:
-            self._call("order_local_first", ctypes.byref(mask), schedule, num_local, stream)
+        yield stream
         while not self.stream_is_done(stream):
             pass
         self._call("stream_destroy", stream)
-        return schedule
 
     def forward(self, params: FwdParams, stream: int) -> None:
         self._run("fwd", params, stream)

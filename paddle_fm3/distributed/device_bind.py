@@ -5,10 +5,11 @@ kernel calls are filled but for the caller's own tensors, so that a call of atte
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
-from paddle_fm3._c_api import BwdParams, FwdParams, MaskView, Shape
+from paddle_fm3._c_api import BwdParams, BwdSchedule, FwdParams, MaskView, Shape
 from paddle_fm3._device_api import PackParams, SumRowsParams
 from paddle_fm3.distributed.device import DTYPES, ELEM_BYTES, DeviceTensor
 from paddle_fm3.distributed.device_transport import BUFFER_ALIGNMENT, Batch, Piece
@@ -36,10 +37,11 @@ class Heads:
 
 @dataclass(frozen=True, eq=False)
 class CallMask:
-    """A call's mask on the device."""
+    """A call's mask on the device, and what is prepared of it: for the forward, or for the backward."""
 
     view: MaskView
-    schedule: int | None
+    schedule: int | None = None
+    bwd_schedule: BwdSchedule | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +147,8 @@ class BoundWork:
 
     def _backward(self, slot: int, call: KeyRange, mask: CallMask) -> BwdParams:
         params = BwdParams(**self._common(slot, call, mask))
+        if mask.bwd_schedule is not None:
+            params.bwd_schedule = ctypes.addressof(mask.bwd_schedule)  # kept by `prepared`
         self._set_keys(params, slot, call)
         for name, is_v in (("dk", False), ("dv", True)):
             self._tensor("part", is_v).rows(call.k_begin, call.k_end).into(params, name, f"stride_{name}")

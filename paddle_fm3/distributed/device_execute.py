@@ -153,17 +153,21 @@ class DeviceAttention:
         base = self.device.upload(tables.as_bytes())
         memory = [base]
 
-        def call_mask(call: KeyRange, has_schedule: bool, num_local: int | None = None) -> CallMask | None:
+        def call_mask(call: KeyRange, *, is_bwd: bool, num_local: int | None = None) -> CallMask | None:
             found = masks.get((call.k_begin, call.k_end))
             if found is None:
                 return None
             view = MaskView.from_buffer_copy(found)
             view.bounds = base + (found.bounds or 0)
             view.block_mask = None if work.block_mask is None else base + (found.block_mask or 0)
-            if not has_schedule or work.num_own == 0 or view.s_k == 0:
-                return CallMask(view, None)
-            memory.append(self.device.schedule(view, num_local))
-            return CallMask(view, memory[-1])
+            if work.num_own == 0 or view.s_k == 0:
+                return CallMask(view)
+            if not is_bwd:
+                memory.append(self.device.schedule(view, num_local))
+                return CallMask(view, schedule=memory[-1])
+            made = self.device.bwd_schedule(view)
+            memory.append(made.data or 0)
+            return CallMask(view, bwd_schedule=made)
 
         def at(addresses: tuple[int, int]) -> tuple[int, int]:
             return base + addresses[0], base + addresses[1]
@@ -171,9 +175,9 @@ class DeviceAttention:
         num_local = work.num_own if work.num_k_rows > work.num_own else None
         return PreparedWork(
             work=work,
-            whole=None if steps else call_mask(whole, True, num_local),
-            fwd_masks=tuple(call_mask(call, True) for call in steps),
-            bwd_masks=tuple(call_mask(call, False) for call in work.bwd_calls),
+            whole=None if steps else call_mask(whole, is_bwd=False, num_local=num_local),
+            fwd_masks=tuple(call_mask(call, is_bwd=False) for call in steps),
+            bwd_masks=tuple(call_mask(call, is_bwd=True) for call in work.bwd_calls),
             sums=tuple(None if one is None else at(one) for one in sums),
             own_sums=at(own_sums),
             memory=tuple(memory),

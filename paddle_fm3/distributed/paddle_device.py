@@ -10,7 +10,7 @@ import paddle
 from numpy.typing import NDArray
 
 from paddle_fm3 import _native
-from paddle_fm3._c_api import MaskView
+from paddle_fm3._c_api import BwdSchedule, MaskView
 from paddle_fm3.distributed.device import Sm90Device
 from paddle_fm3.distributed.mask_guard import DeviceArray
 
@@ -42,6 +42,10 @@ class PaddleDevice(Sm90Device):
         # NOTE: for what Paddle's stream still does with the memory that Paddle is about to give.
         paddle.device.synchronize()
         return super().schedule(mask, num_local)
+
+    def bwd_schedule(self, mask: MaskView) -> BwdSchedule:
+        paddle.device.synchronize()  # as above
+        return super().bwd_schedule(mask)
 
     def _keep(self, tensor: paddle.Tensor) -> int:
         address = int(tensor.data_ptr())

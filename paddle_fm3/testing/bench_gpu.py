@@ -21,6 +21,7 @@ from paddle_fm3.testing import gpu_peers
 from paddle_fm3.testing.bench import BenchOptions, Record, RunIdentity, TimingStats, attention_record, record
 from paddle_fm3.testing.cases import ANCHOR_KINDS, LENGTHS, OTHER_KINDS, AttentionCase, benchmark_case, benchmark_names
 from paddle_fm3.testing.gpu_call import GpuMask, Sm90
+from paddle_fm3.testing.gpu_call_bwd import BackwardInputs, PreparedLists, Sm90Backward
 from paddle_fm3.testing.gpu_peers import Attention, Problem
 from paddle_fm3.testing.gpu_power import PowerLog
 from paddle_fm3.testing.gpu_reference import reference_head, relative_error
@@ -37,7 +38,7 @@ CASES = (
 COLUMNS = {
     "attention": ("case", "impl", "phase", "dtype", "ms_median", "ms_p10", "ms_p90", "repeats", "tflops_exact",
                   "tflops_block", "sm_mhz", "mcycles", "watts", "refcheck"),
-    "schedule": ("case", "us_scan_median", "us_lists_median", "us_median", "us_p10", "us_p90", "us_cold_median",
+    "schedule": ("case", "impl", "us_scan_median", "us_lists_median", "us_median", "us_p10", "us_p90", "us_cold_median",
                  "schedule_bytes", "refcheck"),
 }  # fmt: skip
 REPEATS, REPEATS_S = 3, 0.3  # of the deterministic backward, compared bit for bit: so many, or for so long
@@ -58,7 +59,7 @@ def run(bench: str, options: BenchOptions) -> Iterator[Record]:
     identity = RunIdentity.of_this_process(torch.cuda.get_device_name(), options.commit)
     if bench == "schedule":
         for name in options.cases or benchmark_names():
-            yield schedule_record(identity, benchmark_case(name), sm90_library())
+            yield from schedule_records(identity, benchmark_case(name), sm90_library())
         return
     matmul_tflops = measure_matmul()
     with PowerLog(str(torch.cuda.get_device_properties(0).uuid)) as power:
@@ -189,24 +190,37 @@ def _sum(fwd: TimingStats, bwd: TimingStats) -> TimingStats:
     )
 
 
-def schedule_record(identity: RunIdentity, case: AttentionCase, library: Any) -> Record:
-    """Microseconds to prepare a mask's schedule: builds in a row (`us_median`), scans of its bounds in a row, what is
-    left for the lists, and a single build whose bounds, code and schedule are not in the L2 (`us_cold_median`).
+def schedule_records(identity: RunIdentity, case: AttentionCase, library: Any) -> Iterator[Record]:
+    """Microseconds to prepare a mask, for the forward ("fm3") and for the backward ("fm3_backward"): builds in a row
+    (`us_median`), scans of its bounds in a row, what is left for the lists, and a single build whose bounds, code and
+    schedule are not in the L2 (`us_cold_median`). A backward that is given the forward's schedule needs no scan.
 
-    `refcheck`: the forward with this schedule gives, bit for bit, what it gives when it prepares its own.
+    `refcheck`: forward and deterministic backward with these schedules give, bit for bit, what they give when they
+    prepare their own.
     """
-    sm90, mask = Sm90(library), GpuMask.of(case)
+    sm90, backend, mask = Sm90(library), Sm90Backward(library), GpuMask.of(case)
     schedule = sm90.build_schedule(mask)
-    whole = time_in_a_row(lambda: sm90.fill_schedule(mask, schedule))
-    scan = time_in_a_row(lambda: sm90.scan_bounds(mask, schedule))
-    cold = time_cold(lambda: sm90.fill_schedule(mask, schedule))
+    lists = backend.build_schedule(mask, schedule)
     q, k, v = (torch.randn(case.b, s, 1, 64, device="cuda").bfloat16() for s in (case.s_q, case.s_k, case.s_k))
+
+    def backward(out: torch.Tensor, lse: torch.Tensor, lists: PreparedLists | None) -> tuple[torch.Tensor, ...]:
+        grads = backend.backward(BackwardInputs(q, k, v, out, lse, out), mask, is_deterministic=True, lists=lists)
+        return grads.dq, grads.dk, grads.dv
+
     given, own = sm90.forward(q, k, v, mask, schedule=schedule), sm90.forward(q, k, v, mask)
-    is_same = all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(given, own, strict=True))
-    return record(
-        identity, "schedule", "fm3", refcheck=is_same, case=case.name, b=case.b, h_mask=mask.h_mask, s_q=case.s_q,
-        s_k=case.s_k, us_median=round(whole.ms_median, 3), us_p10=round(whole.ms_p10, 3),
-        us_p90=round(whole.ms_p90, 3), repeats=whole.repeats, us_scan_median=round(scan.ms_median, 3),
-        us_lists_median=round(whole.ms_median - scan.ms_median, 3), us_cold_median=round(cold.ms_median, 3),
-        us_cold_p90=round(cold.ms_p90, 3), schedule_bytes=schedule.numel(),
-    )  # fmt: skip
+    grads = backward(*own, lists), backward(*own, None)
+    scan = time_in_a_row(lambda: sm90.scan_bounds(mask, schedule))  # it clears the totals: the schedule is made again
+    builds = {
+        "fm3": (lambda: sm90.fill_schedule(mask, schedule), schedule, given, own),
+        "fm3_backward": (lambda: backend.fill_schedule(lists), lists.memory, *grads),
+    }
+    for impl, (build, memory, *results) in builds.items():
+        whole, cold = time_in_a_row(build), time_cold(build)
+        is_same = all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(*results, strict=True))
+        yield record(
+            identity, "schedule", impl, refcheck=is_same, case=case.name, b=case.b, h_mask=mask.h_mask, s_q=case.s_q,
+            s_k=case.s_k, us_median=round(whole.ms_median, 3), us_p10=round(whole.ms_p10, 3),
+            us_p90=round(whole.ms_p90, 3), repeats=whole.repeats, us_scan_median=round(scan.ms_median, 3),
+            us_lists_median=round(whole.ms_median - scan.ms_median, 3), us_cold_median=round(cold.ms_median, 3),
+            us_cold_p90=round(cold.ms_p90, 3), schedule_bytes=memory.numel(),
+        )  # fmt: skip

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paddle_fm3._c_api import BwdParams, DType, FwdParams, MaskView, Strides
+from paddle_fm3._c_api import BwdParams, BwdSchedule, DType, FwdParams, MaskView, Strides
 from paddle_fm3._device_api import CheckSameParams, MergeParams, PackParams, SumPartsParams, SumRowsParams
 from paddle_fm3.testing import native_call
 
@@ -282,6 +282,9 @@ class FakeDevice:
     def schedule(self, mask: MaskView, num_local: int | None) -> int:
         return self.malloc(1)
 
+    def bwd_schedule(self, mask: MaskView) -> BwdSchedule:
+        return BwdSchedule(mask, self.malloc(1), 1)
+
     def forward(self, params: FwdParams, stream: int) -> None:
         params = FwdParams.from_buffer_copy(params)  # what the call holds now counts, as in C
         ready = params.ready_rows
@@ -298,6 +301,9 @@ class FakeDevice:
 
     def backward(self, params: BwdParams, stream: int) -> None:
         params = BwdParams.from_buffer_copy(params)
+        if params.bwd_schedule is not None:  # as the library refuses it
+            made_for = BwdSchedule.from_address(params.bwd_schedule).mask
+            assert bytes(made_for) == bytes(params.mask), f"schedule of {made_for}, call with {params.mask}"
         self.world.enqueue(stream, "backward, first passes", lambda: None)
         if params.keys_ready is not None:
             self.world.wait(params.keys_ready, stream)

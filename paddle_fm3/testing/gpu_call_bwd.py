@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paddle_fm3._c_api import BwdParams, Shape
+from paddle_fm3._c_api import BwdParams, BwdSchedule, Shape
 from paddle_fm3.testing.gpu_call import DTYPES, GpuMask, Sm90Error, address, strides, visible_rows
 
 
@@ -37,6 +37,14 @@ class BackwardInputs:
     dlse: torch.Tensor | None = None  # float32 [b, h_q, s_q]
 
 
+@dataclass(frozen=True, eq=False)
+class PreparedLists:
+    """The backward's prepared schedule of a mask; must outlive calls that use it."""
+
+    struct: BwdSchedule
+    memory: torch.Tensor  # uint8
+
+
 class Sm90Backward:
     """`fm3_sm90_bwd` of a loaded `libfm3_sm90.so`, declared by `paddle_fm3._c_api.declare`."""
 
@@ -48,6 +56,23 @@ class Sm90Backward:
         return Gradients(*(torch.full_like(x, float("nan"), memory_format=torch.contiguous_format)
                            for x in (inputs.q, inputs.k, inputs.v)))  # fmt: skip
 
+    def build_schedule(self, mask: GpuMask, schedule: torch.Tensor | None = None) -> PreparedLists:
+        """Prepares `mask` for the backward; `schedule`: the forward's of the same mask, which has its scan."""
+        view = mask.view
+        num_bytes = self.library.fm3_sm90_bwd_schedule_bytes(ctypes.byref(view))
+        memory = torch.empty(max(num_bytes, 1), dtype=torch.uint8, device="cuda")
+        made = PreparedLists(BwdSchedule(view, memory.data_ptr(), num_bytes), memory)
+        self.fill_schedule(made, schedule)
+        return made
+
+    def fill_schedule(self, made: PreparedLists, schedule: torch.Tensor | None = None) -> None:
+        forward = None if schedule is None else schedule.data_ptr()
+        self._check(
+            self.library.fm3_sm90_build_bwd_schedule(
+                ctypes.byref(made.struct), forward, torch.cuda.current_stream().cuda_stream
+            )
+        )
+
     def params(
         self,
         inputs: BackwardInputs,
@@ -57,8 +82,10 @@ class Sm90Backward:
         softmax_scale: float | None = None,
         is_deterministic: bool = False,
         schedule: torch.Tensor | None = None,
+        lists: PreparedLists | None = None,
     ) -> BwdParams:
-        """Parameters that point at the given tensors, without workspace."""
+        """Parameters that point at the given tensors, without workspace. `schedule` is the forward's, `lists` the
+        backward's prepared schedule."""
         b, s_q, h_q, d_qk = inputs.q.shape
         _, s_k, h_kv, d_v = inputs.v.shape
         return BwdParams(
@@ -68,6 +95,7 @@ class Sm90Backward:
             is_deterministic=int(is_deterministic),
             mask=mask.view,
             schedule=None if schedule is None else schedule.data_ptr(),
+            bwd_schedule=None if lists is None else ctypes.addressof(lists.struct),
             **{name: address(getattr(inputs, name)) for name in ("q", "k", "v", "out", "lse", "dout", "dlse")},
             **{name: address(value) for name, value in grads.items()},
             **{f"stride_{name}": strides(getattr(inputs, name)) for name in ("q", "k", "v", "out", "dout")},
@@ -85,7 +113,9 @@ class Sm90Backward:
 
     def run(self, params: BwdParams) -> None:
         """Enqueues the backward on torch's current stream."""
-        status = self.library.fm3_sm90_bwd(ctypes.byref(params), torch.cuda.current_stream().cuda_stream)
+        self._check(self.library.fm3_sm90_bwd(ctypes.byref(params), torch.cuda.current_stream().cuda_stream))
+
+    def _check(self, status: int) -> None:
         if status != 0:
             raise Sm90Error(status, self.library.fm3_sm90_last_error().decode())
 
@@ -98,14 +128,16 @@ class Sm90Backward:
         softmax_scale: float | None = None,
         is_deterministic: bool = False,
         schedule: torch.Tensor | None = None,
+        lists: PreparedLists | None = None,
     ) -> Gradients:
         """The gradients; outputs and workspace are poisoned first."""
         grads = self.empty_gradients(inputs) if grads is None else grads
         for _, value in grads.items():
             value.fill_(float("nan"))
         params = self.params(
-            inputs, mask, grads, softmax_scale=softmax_scale, is_deterministic=is_deterministic, schedule=schedule
-        )
+            inputs, mask, grads, softmax_scale=softmax_scale, is_deterministic=is_deterministic, schedule=schedule,
+            lists=lists,
+        )  # fmt: skip
         workspace = self.prepare(params)
         workspace.fill_(0xA5)  # nothing may rely on what it holds
         self.run(params)

@@ -75,7 +75,7 @@ class Attention:
 
 
 class Fm3(Attention):
-    """The C ABI with a prepared schedule, as every layer but a mask's first runs it. Nothing is allocated a call."""
+    """The C ABI with prepared schedules, as every layer but a mask's first runs it. Nothing is allocated a call."""
 
     def __init__(self, problem: Problem, library: Any, *, is_deterministic: bool = False) -> None:
         case, inputs = problem.case, (problem.q, problem.k, problem.v)
@@ -84,19 +84,21 @@ class Fm3(Attention):
         lse = torch.full((case.b, case.h_q, case.s_q), float("nan"), device="cuda")
         schedule = self._forward.build_schedule(problem.mask)
         self._fwd_params = self._forward.forward_params(*inputs, problem.mask, out, lse, schedule=schedule)
+        self._lists = self._backward.build_schedule(problem.mask, schedule)
         self._held = [schedule, self._forward.prepare(self._fwd_params)]
         self._saved = BackwardInputs(*inputs, out, lse, problem.dout)
         self._grads = self._backward.empty_gradients(self._saved)
         self._bwd_params = self._backward.params(
-            self._saved, problem.mask, self._grads, is_deterministic=is_deterministic, schedule=schedule
+            self._saved, problem.mask, self._grads, is_deterministic=is_deterministic, lists=self._lists
         )
         self._held.append(self._backward.prepare(self._bwd_params))
 
     @property
     def workspace_bytes(self) -> dict[str, int]:
-        """Device bytes a call needs besides inputs and outputs, by phase; the prepared schedule is in "fwd"."""
+        """Device bytes a call needs besides inputs and outputs, by phase, with what is prepared once a mask."""
         fwd = self._held[0].numel() + self._fwd_params.workspace_bytes
-        return {"fwd": fwd, "bwd": self._bwd_params.workspace_bytes, "total": fwd + self._bwd_params.workspace_bytes}
+        bwd = self._lists.memory.numel() + self._bwd_params.workspace_bytes
+        return {"fwd": fwd, "bwd": bwd, "total": fwd + bwd}
 
     def forward(self) -> torch.Tensor:
         self._forward.run(self._fwd_params)

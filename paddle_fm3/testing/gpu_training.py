@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from paddle_fm3.mask import builders
 from paddle_fm3.testing.gpu_call import GpuMask, Sm90
-from paddle_fm3.testing.gpu_call_bwd import BackwardInputs, Sm90Backward
+from paddle_fm3.testing.gpu_call_bwd import BackwardInputs, PreparedLists, Sm90Backward
 
 ATTENTIONS = ("fm3", "dense_bf16", "dense_fp32")
 
@@ -110,26 +110,28 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[Any, ...]:
         inputs = BackwardInputs(*ctx.saved_tensors, dout.contiguous())
-        grads = ctx.step.backend.backward(inputs, ctx.step.mask, schedule=ctx.step.schedule)
+        grads = ctx.step.backend.backward(inputs, ctx.step.mask, lists=ctx.step.lists)
         return grads.dq, grads.dk, grads.dv, None
 
 
 @dataclass(frozen=True, eq=False)
 class _KernelStep:
-    """A step's mask with its schedule, prepared once and used by every layer, forward and backward."""
+    """A step's mask with its schedules, prepared once and used by every layer, forward and backward."""
 
     sm90: Sm90
     backend: Sm90Backward
     mask: GpuMask
     schedule: torch.Tensor
+    lists: PreparedLists
 
 
 def _kernel_attention(library: Any, batch: Batch) -> Attend:
     b, s = batch.positions.shape
     bounds, is_causal = builders.causal_document(batch.lengths).to_bounds()
     mask = GpuMask(torch.from_numpy(np.ascontiguousarray(bounds)).cuda(), None, is_causal, b, bounds.shape[1], s, s)
-    sm90 = Sm90(library)
-    step = _KernelStep(sm90, Sm90Backward(library), mask, sm90.build_schedule(mask))
+    sm90, backend = Sm90(library), Sm90Backward(library)
+    schedule = sm90.build_schedule(mask)
+    step = _KernelStep(sm90, backend, mask, schedule, backend.build_schedule(mask, schedule))
     return lambda q, k, v: _Kernel.apply(q.bfloat16(), k.bfloat16(), v.bfloat16(), step).float()
 
 

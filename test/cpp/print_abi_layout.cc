@@ -37,6 +37,9 @@ int main() {
   FIELD(BwdParams, stride_v), FIELD(BwdParams, stride_out), FIELD(BwdParams, stride_dout);
   FIELD(BwdParams, stride_dq), FIELD(BwdParams, stride_dk), FIELD(BwdParams, stride_dv);
   FIELD(BwdParams, workspace), FIELD(BwdParams, workspace_bytes), FIELD(BwdParams, keys_ready);
+  FIELD(BwdParams, bwd_schedule);
+  SIZE(BwdSchedule);
+  FIELD(BwdSchedule, mask), FIELD(BwdSchedule, data), FIELD(BwdSchedule, bytes);
   SIZE(RowRun);
   FIELD(RowRun, begin), FIELD(RowRun, end);
   SIZE(KeyTileSummary);

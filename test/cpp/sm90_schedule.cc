@@ -6,7 +6,6 @@
 
 #include "cuda_on_host.h"
 #include "ops/cuda/schedule/launch_sizes.cuh"
-#include "test/cpp/column_hull.h"
 
 using namespace fm3;
 using namespace fm3::sm90;
@@ -59,18 +58,6 @@ Granules granules_of(const MaskView& mask, int32_t list_idx, int32_t tile_begin,
 extern "C" {
 
 int32_t item_cols(int32_t is_pair) { return is_pair ? kPairItemCols : kTileItemCols; }
-
-int32_t hull_cols() { return kHullCols; }
-
-// 0 skip, 1 partial, 2 full.
-int32_t hull_class(const MaskView* mask, int32_t list_idx, int32_t hull_idx, int32_t q_begin,
-                   int32_t q_end) {
-  const int32_t* bounds = mask->bounds + int64_t{list_idx} * mask->s_k * num_bounds(mask->form);
-  const int32_t k_begin = hull_idx * kHullCols;
-  const int32_t k_end = std::min(k_begin + kHullCols, mask->s_k);
-  return static_cast<int32_t>(
-      classify(make_hull(*mask, bounds, k_begin, k_end), *mask, k_begin, k_end, q_begin, q_end));
-}
 
 int64_t schedule_bytes(const MaskView* mask) { return schedule_layout(*mask, nullptr, nullptr); }
 

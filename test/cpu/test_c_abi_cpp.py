@@ -43,7 +43,7 @@ def test_struct_layout_matches_the_ctypes_mirror(cpp_build):
     done = subprocess.run([cpp_build / "print_abi_layout"], check=True, capture_output=True, text=True)
     from_compiler = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
     mirrored = {}
-    for name in ("MaskView", "Strides", "Shape", "FwdParams", "BwdParams", "RowRun", "KeyTileSummary"):
+    for name in ("MaskView", "Strides", "Shape", "FwdParams", "BwdSchedule", "BwdParams", "RowRun", "KeyTileSummary"):
         struct = getattr(_c_api, name)
         mirrored[name] = str(ctypes.sizeof(struct))
         for field, *_ in struct._fields_:

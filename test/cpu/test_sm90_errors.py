@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from paddle_fm3 import _native
-from paddle_fm3._c_api import BoundForm, BwdParams, DType, FwdParams, MaskView, Shape, Strides
+from paddle_fm3._c_api import BoundForm, BwdParams, BwdSchedule, DType, FwdParams, MaskView, Shape, Strides
 
 pytestmark = pytest.mark.skipif(not _native.is_built("fm3_sm90"), reason="needs libfm3_sm90.so (-DFM3_CUDA=ON)")
 OK, INVALID_ARGUMENT, UNSUPPORTED = 0, 1, 2
@@ -93,3 +93,105 @@ def test_workspace_of_an_unserved_call_is_minus_one(library: ctypes.CDLL, direct
         params = BwdParams(shape=params.shape, dtype=params.dtype, softmax_scale=0.1, mask=params.mask)
     assert getattr(library, f"fm3_sm90_{direction}_workspace_bytes")(ctypes.byref(params)) == -1
     assert "d_qk=12" in library.fm3_sm90_last_error().decode()
+
+
+def make_bwd_params(**changes: object) -> BwdParams:
+    """The backward of `make_params`, under a causal mask with one bound a key."""
+    forward = make_params(**{name: changes.pop(name) for name in list(changes) if name.startswith(("d_", "s_", "h_"))})
+    names = ("q", "k", "v", "out")
+    params = BwdParams(
+        shape=forward.shape, dtype=forward.dtype, softmax_scale=0.1, lse=SOMEWHERE, dout=SOMEWHERE,
+        dq=SOMEWHERE, dk=SOMEWHERE, dv=SOMEWHERE, stride_dout=forward.stride_out, stride_dq=forward.stride_q,
+        stride_dk=forward.stride_k, stride_dv=forward.stride_v, mask=forward.mask,
+        **{name: SOMEWHERE for name in names}, **{f"stride_{name}": getattr(forward, f"stride_{name}") for name in names},
+    )  # fmt: skip
+    params.mask.form, params.mask.bounds = BoundForm.LOWER1, SOMEWHERE
+    for name, value in changes.items():
+        setattr(params, name, value)
+    return params
+
+
+def bwd_schedule(library: ctypes.CDLL, mask: MaskView, **changes: object) -> BwdSchedule:
+    made = BwdSchedule(mask, SOMEWHERE, library.fm3_sm90_bwd_schedule_bytes(ctypes.byref(mask)))
+    for name, value in changes.items():
+        setattr(made if hasattr(made, name) else made.mask, name, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"s_k": 255}, "b=1, h_mask=1, s_q=256, s_k=255, form=1, is_causal=1, bounds=0x100000"),
+        ({"s_q": 300}, "was made for a mask with b=1, h_mask=1, s_q=300"),
+        ({"h_mask": 2}, "h_mask=2"),
+        ({"is_causal": 0}, "is_causal=0"),
+        ({"form": BoundForm.LOWER2}, "form=2"),
+        ({"bounds": 2 * SOMEWHERE}, "bounds=0x200000"),
+        ({"block_mask": SOMEWHERE}, "block_mask=0x100000"),
+        ({"data": None}, "bwd_schedule.data is nullptr"),
+        ({"data": SOMEWHERE + 8}, "bwd_schedule.data is not aligned to 16 bytes"),
+        ({"bytes": 1000}, "bwd_schedule.bytes=1000; fm3_sm90_bwd_schedule_bytes asks for "),
+    ],
+    ids=str,
+)
+def test_a_schedule_of_another_mask_is_refused(library: ctypes.CDLL, changes: dict, message: str) -> None:
+    params = make_bwd_params()
+    made = bwd_schedule(library, params.mask, **changes)
+    params.bwd_schedule = ctypes.addressof(made)
+    assert library.fm3_sm90_bwd(ctypes.byref(params), None) == INVALID_ARGUMENT
+    text = library.fm3_sm90_last_error().decode()
+    assert text.startswith("fm3_sm90_bwd: ") and message in text, text
+    if "made for" in text:  # both are named
+        assert "the call's has b=1, h_mask=1, s_q=256, s_k=256, form=1, is_causal=1, bounds=0x100000" in text, text
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has a GPU")
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("is_deterministic", [0, 1])
+def test_a_schedule_serves_any_head_dim_and_mode(library: ctypes.CDLL, d: int, is_deterministic: int) -> None:
+    """As far as a machine without a GPU gets: to the question for one."""
+    params = make_bwd_params(d_qk=d, d_v=d, is_deterministic=is_deterministic)
+    made = bwd_schedule(library, params.mask)
+    params.bwd_schedule = ctypes.addressof(made)
+    assert library.fm3_sm90_bwd(ctypes.byref(params), None) == UNSUPPORTED
+    assert "no usable CUDA device" in library.fm3_sm90_last_error().decode()
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "message"),
+    [
+        ({"data": None}, INVALID_ARGUMENT, "bwd_schedule.data is nullptr"),
+        ({"bytes": 1}, INVALID_ARGUMENT, "bwd_schedule.bytes=1; "),
+        ({"bounds": None}, INVALID_ARGUMENT, "mask.bounds is nullptr"),
+        ({"form": BoundForm.OUTER2}, UNSUPPORTED, "is_causal=1 with upper bounds"),
+        ({"s_k": 64 * 65536, "bytes": 1 << 62}, UNSUPPORTED, "s_k=4194304; the sm90 backward serves up to 4194240"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_schedule_that_cannot_be_made(library: ctypes.CDLL, changes: dict, status: int, message: str) -> None:
+    made = bwd_schedule(library, make_bwd_params().mask, **changes)
+    if "form" in changes:
+        made.bytes *= 2
+    assert library.fm3_sm90_build_bwd_schedule(ctypes.byref(made), None, None) == status
+    text = library.fm3_sm90_last_error().decode()
+    assert text.startswith("fm3_sm90_build_bwd_schedule: ") and message in text, text
+    assert library.fm3_sm90_build_bwd_schedule(None, None, None) == INVALID_ARGUMENT
+
+
+def test_a_prepared_backward_needs_less_workspace(library: ctypes.CDLL) -> None:
+    params = make_bwd_params()
+    bare = library.fm3_sm90_bwd_workspace_bytes(ctypes.byref(params))
+    made = bwd_schedule(library, params.mask)
+    params.bwd_schedule = ctypes.addressof(made)
+    prepared = library.fm3_sm90_bwd_workspace_bytes(ctypes.byref(params))
+    assert 0 < bare - prepared < made.bytes  # a call makes the lists of one size of key tile
+    empty = MaskView(None, None, BoundForm.NONE, 0, 1, 1, 0, 256)
+    assert library.fm3_sm90_bwd_schedule_bytes(ctypes.byref(empty)) == 0
+    nothing = BwdSchedule(empty, None, 0)
+    assert library.fm3_sm90_build_bwd_schedule(ctypes.byref(nothing), None, None) == OK
+
+
+def test_backward_schedule_bytes_stay_small(library: ctypes.CDLL) -> None:
+    """One mask head of 128K tokens: 2 MiB of bounds, 3 of lists by key tiles of 128 and of 64."""
+    mask = MaskView(SOMEWHERE, None, BoundForm.LOWER1, 1, 1, 1, 131072, 131072)
+    assert library.fm3_sm90_bwd_schedule_bytes(ctypes.byref(mask)) < 11 << 19  # 5.5 MiB

@@ -153,10 +153,10 @@ def test_a_swap_of_two_addends_would_show(backend: Sm90Backward, kind: str, s: i
 
 def test_a_thousand_deterministic_runs_are_equal(backend: Sm90Backward) -> None:
     inputs, mask = make_inputs(wide_case("documents", s=2000, b=1, heads=(8, 4)), torch.bfloat16)
-    schedule = Sm90(backend.library).build_schedule(mask)
+    lists = backend.build_schedule(mask)
     first = values(backend.backward(inputs, mask, is_deterministic=True))
     for repeat in range(1000):
-        again = backend.backward(inputs, mask, is_deterministic=True, schedule=schedule if repeat % 2 else None)
+        again = backend.backward(inputs, mask, is_deterministic=True, lists=lists if repeat % 2 else None)
         assert all(torch.equal(x, y) for x, y in zip(first, values(again), strict=True)), f"repeat {repeat} differs"
 
 

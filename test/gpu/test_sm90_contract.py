@@ -52,20 +52,22 @@ def values(grads: Gradients) -> tuple[torch.Tensor, ...]:
     return tuple(x for _, x in grads.items())
 
 
-@pytest.mark.parametrize("is_prepared", [False, True], ids=["bare_bounds", "schedule_rebuilt_in_the_graph"])
+@pytest.mark.parametrize("is_prepared", [False, True], ids=["bare_bounds", "schedules_rebuilt_in_the_graph"])
 def test_graph_replays_with_changed_bounds(sm90: Sm90, backend: Sm90Backward, is_prepared: bool) -> None:
     """A captured step must follow what the bounds tensor holds at replay, whoever scans it."""
     case = resized(benchmark_case("8k_causal_document"), b=1, h_q=2, h_kv=2)
     inputs, mask = make_inputs(case, torch.bfloat16, has_dlse=False)
     grads = backend.empty_gradients(inputs)
     schedule = sm90.build_schedule(mask) if is_prepared else None
+    lists = None if schedule is None else backend.build_schedule(mask, schedule)
     forward = sm90.forward_params(inputs.q, inputs.k, inputs.v, mask, inputs.out, inputs.lse, schedule=schedule)
-    backward = backend.params(inputs, mask, grads, is_deterministic=True, schedule=schedule)
+    backward = backend.params(inputs, mask, grads, is_deterministic=True, lists=lists)
     workspaces = [sm90.prepare(forward), backend.prepare(backward)]
 
     def step() -> None:
-        if schedule is not None:
+        if schedule is not None and lists is not None:
             sm90.fill_schedule(mask, schedule)
+            backend.fill_schedule(lists, schedule)
         sm90.run(forward)
         backend.run(backward)
 

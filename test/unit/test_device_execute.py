@@ -167,7 +167,10 @@ def test_a_mask_is_taken_to_the_device_once_and_given_back(
         monkeypatch.setattr(one.device, "free", taken.remove)
         work = DeviceWork.of(plan, plan.rank_plan(0, mask))
         prepared = one.attention.prepare(work)
-        assert len(work.fwd_calls) == 3 and len(taken) == 1 + num_schedules
+        bwd_masks = [call for call in prepared.bwd_masks if call is not None]
+        assert len(work.fwd_calls) == 3 == len(bwd_masks) and len(taken) == 1 + num_schedules + len(bwd_masks)
+        for call in bwd_masks:
+            assert call.bwd_schedule is not None and call.bwd_schedule.data in taken
         one.attention.discard(prepared)
         assert taken == []
     finally:

@@ -79,6 +79,8 @@ def test_every_method_reaches_its_function(library: StubLibrary) -> None:
     device.write_word(stream, 4096, (1 << 32) + 5)
     device.wait_word(stream, 4096, 7)
     assert device.schedule(MaskView(), None) == device.schedule(MaskView(), 100) == 4096
+    made = device.bwd_schedule(MaskView(s_q=7))
+    assert (made.data, made.bytes, made.mask.s_q) == (4096, 128, 7)
     device.forward(FwdParams(), stream)
     device.backward(BwdParams(), stream)
     device.sum_parts(SumPartsParams(), stream)

@@ -48,16 +48,17 @@ def test_an_upload_has_landed_when_it_returns(done: list[str]) -> None:
     assert made.upload(np.empty((0, 4), np.int32)) in made._tensors
 
 
+@pytest.mark.parametrize("name", ["schedule", "bwd_schedule"])
 def test_a_schedule_is_made_in_memory_that_nothing_uses_any_more(
-    done: list[str], monkeypatch: pytest.MonkeyPatch
+    name: str, done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(self: Sm90Device, mask: MaskView, num_local: int | None) -> int:
+    def build(self: Sm90Device, *arguments: Any) -> int:
         done.append("build")
         return self.malloc(64)
 
-    monkeypatch.setattr(Sm90Device, "schedule", build)
+    monkeypatch.setattr(Sm90Device, name, build)
     made = device()
-    address = made.schedule(MaskView(), 5)
+    address = getattr(made, name)(MaskView(), *((5,) if name == "schedule" else ()))
     assert done == ["wait", "build", "memory"] and address in made._tensors
     made.free(address)
     assert done[-1] == "wait" and address not in made._tensors

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 class PlanInput(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int32) for name in (
         "group", "num_kv_heads", "num_k_tiles", "ring_heads", "max_part_heads", "can_cut", "num_sms", "step_bytes",
-        "is_deterministic", "num_q_tiles", "can_order",
+        "is_deterministic", "num_q_tiles",
     )]  # fmt: skip
 
 
@@ -45,7 +45,7 @@ class Plan:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    library = compile_for_host("sm90_bwd_steps.cc", tmp_path_factory.mktemp("plan"))
+    library = compile_for_host("sm90_bwd_steps.cc", tmp_path_factory.mktemp("plan"), "-Wno-unknown-pragmas")
     library.plan_cost.restype = ctypes.c_float
     return library
 
@@ -60,7 +60,7 @@ def plan_input(
     part = max(x for x in range(1, group + 1) if group % x == 0 and (x * s * 512 <= 128 << 20 or x == 1 or not can_cut))
     slots = min(b * h_q // part, max(3, 1 + -(-(1024 if group > 1 else 2560) // num_k_tiles)))
     return PlanInput(group, b * h_kv, num_k_tiles, slots * part, part, can_cut, NUM_SMS, STEP_BYTES, deterministic,
-                     -(-s // 64), True)  # fmt: skip
+                     -(-s // 64))  # fmt: skip
 
 
 def summary(steps: np.ndarray, *, apart_up: int, apart_down: int) -> VisitSummary:
@@ -177,9 +177,8 @@ def test_keys_come_in_order_only_where_late_ones_are_cheap(library: ctypes.CDLL)
 
 
 def test_parts_come_in_turns_where_few_come_in_turns_anyway(library: ctypes.CDLL) -> None:
-    def in_order(visits: VisitSummary, *, room: bool = True, **options: bool) -> bool:
+    def in_order(visits: VisitSummary, **options: bool) -> bool:
         given = plan_input((32, 32), 16, 8192, **options)
-        given.can_order = room
         chosen = choose(library, given, visits).is_in_order
         assert chosen == library.adds_in_order(ctypes.byref(given), ctypes.byref(visits))
         return bool(chosen)
@@ -189,7 +188,6 @@ def test_parts_come_in_turns_where_few_come_in_turns_anyway(library: ctypes.CDLL
 
     assert in_order(window(10))  # five key tiles a row tile
     assert not in_order(window(18))
-    assert not in_order(window(10), room=False)
     with_sink = np.full(64, 8)
     with_sink[0] = 128  # a key that all rows see: its tile would start last
     assert not in_order(summary(with_sink, apart_up=62, apart_down=62))
@@ -212,6 +210,24 @@ def test_a_fixed_order_walks_down_only_by_key(library: ctypes.CDLL) -> None:
     # What test/gpu counts on.
     given = plan_input((16, 8), 8, 2048, deterministic=True)
     assert library.choose_item_walk(ctypes.byref(given), ctypes.byref(causal(2048)), True) == DOWN_ALIGNED
+
+
+def test_orders_and_walks_belong_together(library: ctypes.CDLL) -> None:
+    """Turns are counted from the first key where rows are walked down, from the last one elsewhere (row_walk.cuh)."""
+
+    def order(heads: tuple[int, int], visits: VisitSummary, **options: bool) -> tuple[int, int]:
+        given = plan_input(heads, 16, 8192, **options)
+        pointers = ctypes.byref(given), ctypes.byref(visits)
+        walk = library.choose_item_walk(*pointers, True)
+        return library.choose_order(*pointers, library.adds_in_order(*pointers), walk), walk
+
+    by_length, first_keys, last_keys = 0, 1, 2
+    assert order((32, 4), causal(8192), deterministic=True) == (first_keys, DOWN_ALIGNED)
+    assert order((32, 32), causal(8192), deterministic=True) == (last_keys, UP)
+    assert order((32, 4), full(8192), deterministic=True) == (last_keys, UP_ALIGNED)
+    assert order((32, 4), causal(8192)) == (first_keys, DOWN_ALIGNED)
+    assert order((32, 32), causal(8192)) == (by_length, DOWN_ALIGNED)
+    assert order((32, 32), full(8192)) == (by_length, UP_ALIGNED)
 
 
 def finishes(

@@ -151,29 +151,6 @@ def test_lists_of_several_sections(library: ctypes.CDLL, form: tuple[bool, int] 
     check_build(library, NativeMask.from_bounds(bounds, form[0], 256, None))
 
 
-@pytest.mark.parametrize("form", FORMS, ids=FORM_IDS)
-def test_hulls_never_lie(library: ctypes.CDLL, form: tuple[bool, int]) -> None:
-    causal, n = form
-    rng = np.random.default_rng(n + causal)
-    counts = [0, 0, 0]
-    for _ in range(150):
-        s_q, s_k = (int(x) for x in rng.integers(1, 500, 2))
-        centre, spread = rng.integers(-5, s_q + 6, n), int(rng.choice([1, 5, 100]))
-        bounds = (centre + rng.integers(0, spread, (1, 1, s_k, n))).astype(np.int32)
-        mask = NativeMask.from_bounds(bounds, causal, s_q)
-        visible = visible_plane(bounds[0, 0], causal, s_q, s_k)
-        view = mask.view
-        for q_begin in range(0, s_q, TILE_Q):
-            q_end = min(q_begin + TILE_Q, s_q)
-            for hull_idx in range(-(-s_k // library.hull_cols())):
-                block = visible[q_begin:q_end, hull_idx * library.hull_cols() : (hull_idx + 1) * library.hull_cols()]
-                found = library.hull_class(ctypes.byref(view), 0, hull_idx, q_begin, q_end)
-                counts[found] += 1
-                assert found != 0 or not block.any(), f"SKIP but visible: {s_q}x{s_k}, rows {q_begin}, hull {hull_idx}"
-                assert found != 2 or block.all(), f"FULL but hidden: {s_q}x{s_k}, rows {q_begin}, hull {hull_idx}"
-    assert min(counts) > 20, f"the random masks miss a class: {counts}"
-
-
 def test_causal_list_is_as_short_as_can_be(library: ctypes.CDLL) -> None:
     tiles, _ = check_build(library, NativeMask.without_bounds(True, 1, 4096, 4096))
     for q_tile_idx in range(32):

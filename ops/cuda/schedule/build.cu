@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Builds the device schedule in three launches: scan the bounds (O(s_k)), make the lists of spans,
 // order the tiles by falling cost.
-#include <type_traits>
-
 #include "build.cuh"
 #include "launch_sizes.cuh"
+#include "with_form.cuh"
 
 namespace fm3::sm90 {
 namespace {
@@ -13,30 +12,11 @@ bool is_empty(const MaskView& mask) {
   return int64_t{mask.b} * mask.h_mask * mask.s_q == 0 || mask.s_k == 0;
 }
 
-// f(form) with the mask's form as a constant.
-template <class Function>
-cudaError_t with_form(BoundForm form, Function function) {
-  switch (form) {
-    case BoundForm::kLower1:
-      return function(std::integral_constant<BoundForm, BoundForm::kLower1>());
-    case BoundForm::kLower2:
-      return function(std::integral_constant<BoundForm, BoundForm::kLower2>());
-    case BoundForm::kOuter2:
-      return function(std::integral_constant<BoundForm, BoundForm::kOuter2>());
-    case BoundForm::kBoth4:
-      return function(std::integral_constant<BoundForm, BoundForm::kBoth4>());
-    default:
-      return function(std::integral_constant<BoundForm, BoundForm::kNone>());
-  }
-}
-
 }  // namespace
 
 int64_t schedule_bytes(const MaskView& mask) { return schedule_layout(mask, nullptr, nullptr); }
 
-cudaError_t scan_bounds(const MaskView& mask, void* blob, cudaStream_t stream) {
-  ScheduleView schedule;
-  schedule_layout(mask, blob, &schedule);
+cudaError_t scan_bounds(const MaskView& mask, const ScheduleView& schedule, cudaStream_t stream) {
   if (is_empty(mask)) return cudaSuccess;
   const LaunchSizes sizes = launch_sizes(mask, schedule);
   return with_form(mask.form, [&](auto form) {
@@ -44,6 +24,12 @@ cudaError_t scan_bounds(const MaskView& mask, void* blob, cudaStream_t stream) {
         <<<sizes.scan_ctas, kScanThreads, 0, stream>>>(mask, schedule, sizes.num_blocks);
     return cudaGetLastError();
   });
+}
+
+cudaError_t scan_bounds(const MaskView& mask, void* blob, cudaStream_t stream) {
+  ScheduleView schedule;
+  schedule_layout(mask, blob, &schedule);
+  return scan_bounds(mask, schedule, stream);
 }
 
 cudaError_t build_schedule(const MaskView& mask, void* blob, cudaStream_t stream) {

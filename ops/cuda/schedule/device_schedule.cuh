@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The prepared schedule of one mask on the device: where the forward's query tiles find the key
-// columns they visit. Built once a mask (build.cu), read by every layer. The backward makes lists of
-// its own (sm90_bwd/prepare.cu) and shares the rules of this file.
+// columns they visit. Built once a mask (build.cu), read by every layer. The backward's lists, by key
+// tile, are in a blob of their own (sm90_bwd/lists.h), from the same scan and the same rules.
 //
 // One blob of bytes, addressed through `ScheduleView`:
 //   order   per (b, h_mask): the query tiles, dearest first, each with its number of spans
 //   spans   per (b, h_mask, query tile): the key columns the forward visits, ascending
 //   totals  how much all tiles visit
-//   hulls, granules   min and max of the bounds of 128 and of 16 key columns; scratch of the build
+//   hulls, granules   min and max of the bounds of 128 and of 16 key columns: what the scan leaves
 // Order and spans are there twice: of single tiles, and of pairs of neighbours, which two CTAs may
 // walk together. The totals tell the forward which of the two is cheaper.
 #pragma once
@@ -27,15 +27,7 @@ constexpr int32_t kGranuleCols = 16;  // an item may begin at any multiple of th
 constexpr int32_t kTileItemCols = 160, kPairItemCols = 176;
 constexpr int64_t kMaxLists = 0x7FFFFFFF / 256;  // b * h_mask: a grid of so many tiles of lists
 
-// What the backward keeps of a block of columns. Rows hidden, per interval: every column hides
-// [*_begin_max, *_end_min), no column hides anything outside [*_begin_min, *_end_max). Empty
-// intervals were entered as [kNever, -1), which is neutral for the hull and makes the common part
-// empty. The causal rule is not in here: it is a formula of the column.
-constexpr int32_t kNever = 0x7FFFFFFF;
-struct ColumnHull {
-  int32_t lt_begin_min, lt_begin_max, lt_end_min, lt_end_max;
-  int32_t ut_begin_min, ut_begin_max, ut_end_min, ut_end_max;
-};
+constexpr int32_t kNever = 0x7FFFFFFF;  // the begin of an empty interval
 
 // `count` items of kTileItemCols or kPairItemCols columns each, the first at column
 // granule * kGranuleCols. A FULL item shows all its columns to all rows of the query tile (or pair);
@@ -160,25 +152,6 @@ FM3_HOST_DEVICE bool touches(const Interval& rows, int32_t q_begin, int32_t q_en
 FM3_HOST_DEVICE bool touches(const HiddenRows& rows, int32_t q_begin, int32_t q_end) {
   return touches(rows.lt, q_begin, q_end) || touches(rows.ut, q_begin, q_end) ||
          touches(rows.causal, q_begin, q_end);
-}
-
-// Class of columns [k_begin, k_end) of one hull for rows [q_begin, q_end): kSkip and kFull are
-// certain, kPartial means "look at the columns".
-// Claim:      a hull's kSkip tile is hidden, its kFull tile is clear.
-// Because:    every column hides the common part, and nothing outside the hull part.
-// Breaks if:  the hull was built from other bounds than the ones the kernel masks with.
-// Tested by:  test/unit/test_sm90_spans.py (brute force over random masks)
-enum class HullClass { kSkip, kPartial, kFull };
-FM3_HOST_DEVICE HullClass classify(const ColumnHull& hull, const MaskView& mask, int32_t k_begin,
-                                   int32_t k_end, int32_t q_begin, int32_t q_end) {
-  const HiddenRows common = {{hull.lt_begin_max, hull.lt_end_min},
-                             {hull.ut_begin_max, hull.ut_end_min},
-                             {0, mask.is_causal ? causal_end(k_begin, mask.s_q, mask.s_k) : 0}};
-  if (covers(common, q_begin, q_end)) return HullClass::kSkip;
-  const HiddenRows reach = {{hull.lt_begin_min, hull.lt_end_max},
-                            {hull.ut_begin_min, hull.ut_end_max},
-                            {0, mask.is_causal ? causal_end(k_end - 1, mask.s_q, mask.s_k) : 0}};
-  return touches(reach, q_begin, q_end) ? HullClass::kPartial : HullClass::kFull;
 }
 
 }  // namespace fm3::sm90

@@ -7,7 +7,7 @@
 #include <cuda_runtime_api.h>
 
 #include "fm3/params.h"
-#include "plan.h"
+#include "lists.h"
 
 namespace fm3::sm90_bwd {
 
@@ -41,27 +41,17 @@ struct KernelArgs {
   int32_t kv_sum_heads;  // (batch, kv head)s that kv_sums has room for
   int32_t is_deterministic;
   float softmax_scale;
-  sm90::ColumnHull* hulls;  // [b, h_mask, num_hulls]
-  int4* bounds;             // [b, h_mask, num_hulls * kHullK] rows hidden from a key: [x, y) and
-                            // [z, w), causal rule included; everything for keys past s_k
-  int32_t* tile_order;      // [b, h_mask, num_k_tiles] key tiles in the order of work
-  int32_t* tile_steps;      // [b, h_mask, num_k_tiles] visited row tiles
-  uint2* step_bits;    // [b, h_mask, num_k_tiles, num_q_chunks] of 32 row tiles: which a key tile
-                       // visits (x), which of those are partial (y)
-  int2* step_chunks;   // [b, h_mask, num_k_tiles] all visits are in chunks [x, y)
-  int2* sample_rows;   // [b, h_mask, num_k_tiles] row tile after kSampleStep steps up (x), down (y)
+  TileLists lists;     // of the kernel's key tiles
+  const int4* bounds;  // [b, h_mask, num_hulls * kHullK] KeyRows
   int32_t* walks;      // [b, h_mask] of type Walk
   WorkPlan* plan;      // of all lists; the first one's visits decide
   TileInfo* items;     // [at most b * h_q * num_k_tiles] in the order of work
-  uint16_t* turns;     // [b, h_mask, num_k_tiles, num_q_tiles]; if plan_input.can_order
   float* lse_log2;     // [b, h_q, num_q_tiles * kBlockQ]; +inf in a hidden row
   float* minus_delta;  // likewise, dlse - sum(dO * O)
   // All zero at first (of dq_ring, in a fixed order, nothing is asked):
   int32_t* next_work;
   int32_t *next_finished, *next_conversion;  // places in `finished`: to fill, to convert
   int32_t* finished;     // [b * h_q * num_q_tiles * dq_parts] complete sums as they come: index + 1
-  int32_t* visits;       // [b, h_mask, num_q_tiles] visiting key tiles
-  int32_t* shared_rows;  // [b, h_mask] row tiles with more than one visitor
   int32_t* head_done;    // [b * h_q / part_heads] shared row tiles converted
   int32_t* kv_counts;    // [kv_sum_heads, num_k_tiles, 8 warps] parts in a sum, sums taken
   int32_t* ring_counts;  // [ring_heads, num_q_tiles, dq_parts]
@@ -82,12 +72,15 @@ struct PrepareArgs {
   const float* lse;   // [b, h_q, s_q]
   const float* dlse;  // [b, h_q, s_q]; may be nullptr
   Strides stride_out, stride_dout;
-  int32_t block_k, dq_parts;
+  int32_t dq_parts;
   void* zeroed;  // the part of the workspace that must be zero
   int64_t zeroed_bytes;
 };
 
-// Fills hulls, bounds, items, counts, lse and delta; writes zeros to dq where no key is visible.
+// Makes the lists of a mask, and the summaries of its bounds unless they exist (scan_totals is nullptr).
+cudaError_t make_lists(const MaskView& mask, const MaskLists& lists, cudaStream_t stream);
+
+// Fills items, counts, lse and delta; writes zeros to dq where no key is visible.
 cudaError_t prepare(const KernelArgs& args, const PrepareArgs& prepare_args, cudaStream_t stream);
 
 // Zeros of a strided [b, s, h, d] tensor of 2-byte elements.

@@ -23,7 +23,6 @@
 namespace fm3::sm90_bwd {
 
 using ptx::Barrier;
-using sm90::ColumnHull;
 
 constexpr int kNumInfo = 8;      // steps remembered; > C::kQStages + what the dQ writer may lag
 constexpr int kNumEvents = 8;    // added dQ parts waiting to be counted

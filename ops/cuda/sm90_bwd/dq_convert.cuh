@@ -197,7 +197,7 @@ __device__ __forceinline__ void run_dq_converter(const KernelArgs& args, Smem<C>
   const bool is_leader = lane == 0;
   int32_t num_sums = 0;
   for (int32_t idx = lane; idx < args.mask.b * args.mask.h_mask; idx += 32) {
-    num_sums += args.shared_rows[idx];
+    num_sums += args.lists.shared_rows[idx];
   }
   num_sums =
       __reduce_add_sync(kAllLanes, num_sums) * (args.shape.h_q / args.mask.h_mask) * C::kDqParts;

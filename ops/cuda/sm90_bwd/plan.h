@@ -32,6 +32,9 @@ struct VisitSummary {
 
 enum Walk : int32_t { kWalkUp = 0, kWalkUpAligned = 1, kWalkDownAligned = 2 };
 
+// How the key tiles of a list follow each other: that with most steps first, or by key.
+enum class TileOrder { kByLength, kFirstKeysFirst, kLastKeysFirst };
+
 FM3_HOST_DEVICE Walk choose_walk(const VisitSummary& visits) {
   const int32_t few = visits.num_visiting / 2;
   if (visits.num_apart_up <= few) return kWalkUpAligned;
@@ -49,7 +52,6 @@ struct PlanInput {
   int32_t step_bytes;  // Q, dO and dQ of a row tile of one head
   int32_t is_deterministic;
   int32_t num_q_tiles;
-  int32_t can_order;  // whether there is room for turns
 };
 
 struct WorkPlan {
@@ -83,7 +85,7 @@ constexpr int32_t kFewVisits = 8;  // of a row tile
 FM3_HOST_DEVICE bool adds_in_order(const PlanInput& in, const VisitSummary& visits) {
   if (in.is_deterministic) return true;
   const bool are_alike = int64_t{visits.max_steps} * visits.num_visiting <= 2 * visits.num_steps;
-  return in.can_order && are_alike && choose_walk(visits) == kWalkUp &&
+  return are_alike && choose_walk(visits) == kWalkUp &&
          visits.num_steps <= int64_t{kFewVisits} * in.num_q_tiles;
 }
 
@@ -95,6 +97,16 @@ FM3_HOST_DEVICE Walk choose_item_walk(const PlanInput& in, const VisitSummary& v
   const bool stays =
       !is_in_order || walk != kWalkDownAligned || (same_mask && goes_by_key(in, visits));
   return stays ? walk : kWalkUp;
+}
+
+// Free order: longest first, so that what starts last is short, or by key (goes_by_key). Fixed order: from the
+// last key tile, rows walked up; every row tile is then summed in that order, and under a causal rule or a window
+// the tiles reach it in that order by themselves, because a later tile starts at later rows. Or by key, rows
+// walked down (choose_item_walk).
+FM3_HOST_DEVICE TileOrder choose_order(const PlanInput& in, const VisitSummary& visits,
+                                       bool is_in_order, Walk item_walk) {
+  if (is_in_order && item_walk != kWalkDownAligned) return TileOrder::kLastKeysFirst;
+  return goes_by_key(in, visits) ? TileOrder::kFirstKeysFirst : TileOrder::kByLength;
 }
 
 // Expected duration in steps of a multiprocessor, if items have `part_heads` query heads and those of
@@ -138,19 +150,23 @@ FM3_HOST_DEVICE float plan_cost(const PlanInput& in, const VisitSummary& visits,
 // Breaks if:  the ring's size stops being a multiple of max_part_heads. (A head part would wait for a slot
 //             of one whose items are claimed after its own: nobody would go on.)
 // Tested by:  test/unit/test_sm90_bwd_plan.py
-FM3_HOST_DEVICE WorkPlan choose_plan(const PlanInput& in, const VisitSummary& visits) {
+// cost_of(idx, part_heads, together): plan_cost of the idx-th choice, asked for in the order of idx.
+template <class CostOf>
+FM3_HOST_DEVICE WorkPlan choose_plan(const PlanInput& in, const VisitSummary& visits,
+                                     CostOf cost_of) {
   WorkPlan plan = {in.max_part_heads, 1, 1, 1, 0};
-  float best = plan_cost(in, visits, plan.part_heads, 1);
+  float best = 0;
+  int32_t idx = 0;
   for (int32_t heads = in.max_part_heads; heads > 0; --heads) {
     if (heads < in.max_part_heads && !in.can_cut) break;
     if (in.group % heads != 0) continue;
     const int32_t slots = in.ring_heads / heads;
     for (int32_t together = 1; together <= kMaxTogether; together *= 2) {
       if (together > 1 && 2 * together > slots) break;
-      const float cost = plan_cost(in, visits, heads, together);
+      const float cost = cost_of(idx, heads, together);
       // Only for a gain that can be seen; heads that take turns lose more in L2 than the model knows.
       const float least = cost / (together == 1 || in.is_deterministic ? 128 : 16);
-      if (cost + least >= best) continue;
+      if (idx++ > 0 && cost + least >= best) continue;
       best = cost;
       plan.part_heads = heads;
       plan.heads_together = together;

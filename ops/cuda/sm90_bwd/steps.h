@@ -2,50 +2,81 @@
 // What the backward decides from a mask, for the device and for the tests on the host.
 #pragma once
 
-#include "../schedule/device_schedule.cuh"
+#include "../schedule/bound_summary.cuh"
 
 namespace fm3::sm90_bwd {
 
 constexpr int kBlockQ = 64;              // rows of a step
-constexpr int kHullK = sm90::kHullCols;  // keys of one hull (a 64-key tile uses half of one)
+constexpr int kHullK = sm90::kHullCols;  // keys of one hull
 
 using sm90::larger, sm90::smaller;
 
 enum class StepClass { kSkip, kPartial, kFull };
 
-// Class of row tile `q_tile_idx` for keys [k_begin, k_begin + block_k) of mask `mask_idx` in
-// [0, b * h_mask); hulls [b * h_mask, num_hulls].
-// Claim:      a SKIP step holds no visible pair, a FULL step no hidden one and no key past s_k.
-// Because:    block_mask drops whole steps (both sides divide 128), and the hull's classes hold for
-//             any part of its columns, the causal rule being taken from the part itself.
-// Breaks if:  a side stops dividing 128, or bounds change after the hulls were built.
-// Tested by:  test/unit/test_sm90_bwd_steps.py (brute force)
-FM3_HOST_DEVICE StepClass classify_step(const MaskView& mask, const sm90::ColumnHull* hulls,
-                                        int32_t num_hulls, int32_t mask_idx, int32_t k_begin,
-                                        int32_t block_k, int32_t q_tile_idx) {
-  const int32_t q_begin = q_tile_idx * kBlockQ;
-  if (q_begin >= mask.s_q) return StepClass::kSkip;
-  const int32_t q_end = smaller(q_begin + kBlockQ, mask.s_q);
-  const int32_t k_end = smaller(k_begin + block_k, mask.s_k);
-  if (mask.block_mask != nullptr) {
-    const int64_t rows = (mask.s_q + kBlockMaskTile - 1) / kBlockMaskTile;
-    const int64_t columns = (mask.s_k + kBlockMaskTile - 1) / kBlockMaskTile;
-    const int64_t entry =
-        (mask_idx * rows + q_begin / kBlockMaskTile) * columns + k_begin / kBlockMaskTile;
-#ifdef __CUDA_ARCH__
-    if (__ldg(mask.block_mask + entry) == 0) return StepClass::kSkip;
-#else
-    if (mask.block_mask[entry] == 0) return StepClass::kSkip;
-#endif
+// Summaries of the bounds, as the scan of sm90/schedule leaves them (BoundSummary).
+struct BoundScan {
+  void *hulls, *granules;  // [b * h_mask, num_hulls], [b * h_mask, 8 num_hulls]
+  int32_t num_hulls;
+};
+
+// Of keys [k_begin, k_begin + block_k) of mask `mask_idx` in [0, b * h_mask).
+template <BoundForm kForm>
+FM3_HOST_DEVICE sm90::BoundSummary<kForm> summary_of_keys(const BoundScan& scan, int32_t mask_idx,
+                                                          int32_t k_begin, int32_t block_k) {
+  using Summary = sm90::BoundSummary<kForm>;
+  Summary merged;
+  if constexpr (kForm != BoundForm::kNone) {
+    const int64_t hulls_begin = int64_t{mask_idx} * scan.num_hulls;
+    if (block_k == kHullK) {
+      return static_cast<const Summary*>(scan.hulls)[hulls_begin + k_begin / kHullK];
+    }
+    const Summary* const granules = static_cast<const Summary*>(scan.granules) +
+                                    hulls_begin * (kHullK / sm90::kGranuleCols) +
+                                    k_begin / sm90::kGranuleCols;
+    for (int32_t idx = 0; idx < block_k / sm90::kGranuleCols; ++idx) {
+      const Summary granule = granules[idx];
+      for (int bound = 0; bound < sm90::kNumBounds<kForm>; ++bound) {
+        merged.bounds[bound].low = smaller(merged.bounds[bound].low, granule.bounds[bound].low);
+        merged.bounds[bound].high = larger(merged.bounds[bound].high, granule.bounds[bound].high);
+      }
+    }
   }
-  const sm90::ColumnHull& hull =
-      hulls[static_cast<int64_t>(mask_idx) * num_hulls + k_begin / kHullK];
-  const sm90::HullClass hull_class = sm90::classify(hull, mask, k_begin, k_end, q_begin, q_end);
-  if (hull_class == sm90::HullClass::kSkip) return StepClass::kSkip;
-  // Keys past s_k read as zeros, so they score 0 and must be hidden by their bounds.
-  if (k_end < k_begin + block_k) return StepClass::kPartial;
-  return hull_class == sm90::HullClass::kFull ? StepClass::kFull : StepClass::kPartial;
+  return merged;
 }
+
+// Class of rows [q_begin, q_end), not empty, for keys [k_begin, k_begin + block_k) with summary `keys`, but
+// for block_mask.
+// Claim:      a SKIP step holds no visible pair, a FULL step no hidden one and no key past s_k.
+// Because:    judge calls hidden what every key hides and full what no key hides, for any set of keys.
+// Breaks if:  bounds change after they were summarised.
+// Tested by:  test/unit/test_sm90_bwd_steps.py (brute force)
+template <BoundForm kForm>
+FM3_HOST_DEVICE StepClass classify_rows(const MaskView& mask, const sm90::BoundSummary<kForm>& keys,
+                                        int32_t k_begin, int32_t block_k, int32_t q_begin,
+                                        int32_t q_end) {
+  const int32_t k_end = smaller(k_begin + block_k, mask.s_k);
+  const sm90::Verdict verdict =
+      sm90::judge<kForm, true>(keys, mask, k_begin, k_end, q_begin, q_end);
+  if (!verdict.is_visible) return StepClass::kSkip;
+  // Keys past s_k read as zeros, so they score 0 and must be hidden by their bounds.
+  const bool is_full = verdict.is_full && k_end == k_begin + block_k;
+  return is_full ? StepClass::kFull : StepClass::kPartial;
+}
+
+// Whether block_mask drops the step of key tile and row tile that begin there: both sides divide 128.
+FM3_HOST_DEVICE bool is_dropped(const MaskView& mask, int32_t mask_idx, int32_t k_begin,
+                                int32_t q_begin) {
+  if (mask.block_mask == nullptr) return false;
+  const int64_t rows = (mask.s_q + kBlockMaskTile - 1) / kBlockMaskTile;
+  const int64_t columns = (mask.s_k + kBlockMaskTile - 1) / kBlockMaskTile;
+  return mask.block_mask[(mask_idx * rows + q_begin / kBlockMaskTile) * columns +
+                         k_begin / kBlockMaskTile] == 0;
+}
+
+// Rows hidden from a key, as the kernel reads them: [x, y) and [z, w).
+struct alignas(16) KeyRows {
+  int32_t x, y, z, w;
+};
 
 // Rows hidden from a key as two intervals, an empty one as [s_q, s_q) and [0, 0). The causal rule takes
 // the upper interval's place, or joins it where that starts at row 0: the forms that have a causal rule

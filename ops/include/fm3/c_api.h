@@ -35,9 +35,14 @@ FM3_EXPORT int32_t fm3_sm90_bwd(const fm3::BwdParams* params, void* stream);
 FM3_EXPORT int64_t fm3_sm90_fwd_workspace_bytes(const fm3::FwdParams* params);
 FM3_EXPORT int64_t fm3_sm90_bwd_workspace_bytes(const fm3::BwdParams* params);
 // Device bytes and content of a prepared schedule (params.schedule), reusable by the forward of every
-// layer with this mask (the backward does not read it); opaque to callers.
+// layer with this mask; opaque to callers.
 FM3_EXPORT int64_t fm3_sm90_schedule_bytes(const fm3::MaskView* mask);
 FM3_EXPORT int32_t fm3_sm90_build_schedule(const fm3::MaskView* mask, void* schedule, void* stream);
 // The first pass of fm3_sm90_build_schedule alone, the only one that reads all bounds: to time it.
 FM3_EXPORT int32_t fm3_sm90_scan_bounds(const fm3::MaskView* mask, void* schedule, void* stream);
+// Likewise for the backward (params.bwd_schedule): device bytes, and content, enqueued on `stream`.
+// `schedule`: the forward's, prepared of the same mask, whose scan of the bounds is taken; may be nullptr.
+FM3_EXPORT int64_t fm3_sm90_bwd_schedule_bytes(const fm3::MaskView* mask);
+FM3_EXPORT int32_t fm3_sm90_build_bwd_schedule(const fm3::BwdSchedule* bwd_schedule,
+                                               const void* schedule, void* stream);
 FM3_EXPORT const char* fm3_sm90_last_error();

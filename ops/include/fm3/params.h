@@ -43,13 +43,23 @@ struct FwdParams {
   int64_t ready_timeout_us;
 };
 
+// What the sm90 backward needs to know of a mask, prepared once: device memory filled by
+// fm3_sm90_build_bwd_schedule, and for which mask. It serves every call with that very mask (the same
+// sizes, form, causal rule and addresses): any head dims, heads, dtype and mode. What bounds and
+// block_mask held when it was made counts, until it is made again. A plain value, in host memory.
+struct BwdSchedule {
+  MaskView mask;
+  void* data;     // device memory, aligned to 16 bytes
+  int64_t bytes;  // of it; at least fm3_sm90_bwd_schedule_bytes(&mask)
+};
+
 struct BwdParams {
   Shape shape;
   DType dtype;  // of q, k, v, out, dout, dq, dk, dv
   float softmax_scale;
   int32_t is_deterministic;
   MaskView mask;
-  const void* schedule;  // as in FwdParams; the sm90 backward builds its own (8 us) all the same
+  const void* schedule;  // as in FwdParams; of the sm90 forward's only the scan is taken
   const void* q;         // [b, s_q, h_q, d_qk]
   const void* k;         // [b, s_k, h_kv, d_qk]
   const void* v;         // [b, s_k, h_kv, d_v]
@@ -65,6 +75,7 @@ struct BwdParams {
   int64_t workspace_bytes;
   void* keys_ready;  // sm90: cudaEvent_t before which k and v are not read, or nullptr; passes over
                      // the other tensors run before it
+  const BwdSchedule* bwd_schedule;  // sm90: prepared for `mask`; nullptr: then it is built
 };
 
 }  // namespace fm3

@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: Apache-2.0
+// The two passes that make a mask's lists, after the scan of its bounds. Their own test runs them on the host
+// (test/unit/test_sm90_bwd_lists.py).
+#pragma once
+
+#include "../schedule/list_warp.cuh"
+#include "../schedule/rank.cuh"
+#include "lists.h"
+
+namespace fm3::sm90_bwd {
+
+using sm90::kWholeWarp;
+constexpr int kVisitWarps = 8, kVisitThreads = kVisitWarps * 32;
+
+// CTAs of the two passes: of each size of key tile as many.
+struct ListGrids {
+  int64_t num_masks;
+  uint32_t fold_ctas, visit_ctas;     // first pass: all keys, then key tiles of each size
+  uint32_t order_ctas, visitor_ctas;  // second pass: for each size key tiles, then row tiles
+};
+inline ListGrids list_grids(const MaskView& mask, const MaskLists& lists) {
+  const auto div_up = [](int64_t value, int64_t divisor) {
+    return static_cast<uint32_t>((value + divisor - 1) / divisor);
+  };
+  ListGrids grids = {};
+  grids.num_masks = int64_t{mask.b} * mask.h_mask;
+  grids.fold_ctas = div_up(grids.num_masks * lists.scan.num_hulls * kHullK, kVisitThreads);
+  for (int32_t idx = 0; idx < lists.num_tile_lists; ++idx) {
+    const int32_t num_k_tiles = lists.tiles[idx].num_k_tiles;
+    grids.visit_ctas =
+        std::max(grids.visit_ctas, div_up(grids.num_masks * num_k_tiles, kVisitWarps));
+    grids.order_ctas =
+        std::max(grids.order_ctas,
+                 static_cast<uint32_t>(grids.num_masks * div_up(num_k_tiles, sm90::kRankTiles)));
+  }
+  grids.visitor_ctas = static_cast<uint32_t>(grids.num_masks * lists.num_q_chunks);
+  return grids;
+}
+
+// --- First pass: rows hidden from each key; what each key tile visits ------------------------------
+__device__ __forceinline__ void fold_key(const MaskView& mask, const MaskLists& lists,
+                                         int64_t key) {
+  const int64_t keys_per_mask = int64_t{lists.scan.num_hulls} * kHullK;
+  const int64_t mask_idx = key / keys_per_mask;
+  const auto k_idx = static_cast<int32_t>(key % keys_per_mask);
+  KeyRows rows = {0, mask.s_q, 0, 0};  // nobody sees a key past s_k
+  if (k_idx < mask.s_k) {
+    const int32_t* list_bounds = mask.bounds + mask_idx * mask.s_k * num_bounds(mask.form);
+    const TwoIntervals folded =
+        fold_causal(sm90::hidden_rows(mask, list_bounds, k_idx), mask.is_causal, mask.s_q);
+    rows = {folded.lt_begin, folded.lt_end, folded.ut_begin, folded.ut_end};
+  }
+  lists.bounds[key] = rows;
+}
+
+// One warp a key tile: a lane judges the 32 row tiles of one chunk at once, and what remains open is
+// looked at row tile by row tile, a lane each.
+template <BoundForm kForm>
+__device__ __forceinline__ void list_visits(const MaskView& mask, const MaskLists& lists,
+                                            const TileLists& tiles, int64_t tile_idx) {
+  constexpr int32_t kChunkQ = 32 * kBlockQ;
+  const int32_t lane = threadIdx.x % 32;
+  const auto mask_idx = static_cast<int32_t>(tile_idx / tiles.num_k_tiles);
+  const int32_t k_begin = static_cast<int32_t>(tile_idx % tiles.num_k_tiles) * tiles.block_k;
+  const auto keys = summary_of_keys<kForm>(lists.scan, mask_idx, k_begin, tiles.block_k);
+  StepBits* const bits = tiles.step_bits + tile_idx * lists.num_q_chunks;
+  int32_t num_steps = 0, first_chunk = 0, end_chunk = 0;
+  for (int32_t base = 0; base < lists.num_q_chunks; base += 32) {
+    const int32_t own_chunk = base + lane;
+    StepBits own = {0, 0};
+    bool is_open = false;
+    if (own_chunk < lists.num_q_chunks) {
+      const int32_t q_begin = own_chunk * kChunkQ;
+      const int32_t q_end = smaller(mask.s_q - q_begin, kChunkQ) + q_begin;
+      const StepClass all =
+          classify_rows<kForm>(mask, keys, k_begin, tiles.block_k, q_begin, q_end);
+      const int32_t num_rows = smaller(lists.num_q_tiles - own_chunk * 32, 32);
+      if (all == StepClass::kFull) own.visited = ~0u >> (32 - num_rows);
+      is_open =
+          all == StepClass::kPartial || (all == StepClass::kFull && mask.block_mask != nullptr);
+    }
+    for (uint32_t open = __ballot_sync(kWholeWarp, is_open); open != 0; open &= open - 1) {
+      const int32_t chunk_lane = __ffs(open) - 1;
+      const int32_t q_tile_idx = (base + chunk_lane) * 32 + lane;
+      StepClass step = StepClass::kSkip;
+      if (q_tile_idx < lists.num_q_tiles) {
+        const int32_t q_begin = q_tile_idx * kBlockQ;
+        if (!is_dropped(mask, mask_idx, k_begin, q_begin)) {
+          const int32_t q_end = smaller(mask.s_q - q_begin, kBlockQ) + q_begin;
+          step = classify_rows<kForm>(mask, keys, k_begin, tiles.block_k, q_begin, q_end);
+        }
+      }
+      const uint32_t visited = __ballot_sync(kWholeWarp, step != StepClass::kSkip);
+      const uint32_t partial = __ballot_sync(kWholeWarp, step == StepClass::kPartial);
+      if (lane == chunk_lane) own = {visited, partial};
+    }
+    if (own_chunk < lists.num_q_chunks) bits[own_chunk] = own;
+    num_steps += __popc(own.visited);
+    const uint32_t visiting = __ballot_sync(kWholeWarp, own.visited != 0);
+    if (visiting != 0) {
+      if (end_chunk == 0) first_chunk = base + __ffs(visiting) - 1;
+      end_chunk = base + 32 - __clz(visiting);
+    }
+  }
+  num_steps = __reduce_add_sync(kWholeWarp, num_steps);
+  __syncwarp();  // lane 0 reads what the others wrote
+  if (lane != 0) return;
+  tiles.tile_steps[tile_idx] = num_steps;
+  tiles.step_chunks[tile_idx] = {first_chunk, end_chunk};
+  // The row tile a walk is at after a few steps, from either end.
+  TilePair sample = {-1, -1};
+  if (num_steps > 0) {
+    int32_t left = smaller(kSampleStep, num_steps - 1), chunk = first_chunk;
+    for (; left >= __popc(bits[chunk].visited); ++chunk) left -= __popc(bits[chunk].visited);
+    uint32_t steps = bits[chunk].visited;
+    for (; left > 0; --left) steps &= steps - 1;
+    sample.first = chunk * 32 + __ffs(steps) - 1;
+    left = smaller(kSampleStep, num_steps - 1), chunk = end_chunk - 1;
+    for (; left >= __popc(bits[chunk].visited); --chunk) left -= __popc(bits[chunk].visited);
+    steps = bits[chunk].visited;
+    for (; left > 0; --left) steps ^= 1u << (31 - __clz(steps));
+    sample.last = chunk * 32 + 31 - __clz(steps);
+  }
+  tiles.sample_rows[tile_idx] = sample;
+}
+
+// Grid: fold_ctas + num_tile_lists * visit_ctas.
+template <BoundForm kForm>
+__global__ void __launch_bounds__(kVisitThreads)
+    visit_kernel(const MaskView mask, const MaskLists lists, const ListGrids grids) {
+  if (blockIdx.x < grids.fold_ctas) {
+    const int64_t key = int64_t{blockIdx.x} * kVisitThreads + threadIdx.x;
+    if (key < grids.num_masks * lists.scan.num_hulls * kHullK) fold_key(mask, lists, key);
+    return;
+  }
+  const uint32_t cta_idx = blockIdx.x - grids.fold_ctas;
+  const TileLists& tiles = lists.tiles[cta_idx / grids.visit_ctas];
+  const int64_t tile_idx = int64_t{cta_idx % grids.visit_ctas} * kVisitWarps + threadIdx.x / 32;
+  if (cta_idx % grids.visit_ctas == 0) {  // the second pass counts there
+    for (int64_t idx = threadIdx.x; idx < grids.num_masks; idx += kVisitThreads) {
+      tiles.shared_rows[idx] = 0;
+    }
+  }
+  if (tile_idx < grids.num_masks * tiles.num_k_tiles) {
+    list_visits<kForm>(mask, lists, tiles, tile_idx);
+  }
+}
+
+// --- Second pass: key tiles by length; who visits each row tile ------------------------------------
+// What the key tiles of a list visit. A whole CTA; the result is thread 0's.
+__device__ __forceinline__ VisitSummary summarize(const TileLists& tiles, int64_t tiles_begin) {
+  __shared__ int32_t smem_sums[5];
+  __shared__ unsigned long long smem_steps;
+  if (threadIdx.x < 5) smem_sums[threadIdx.x] = 0;
+  if (threadIdx.x == 0) smem_steps = 0;
+  __syncthreads();
+  unsigned long long num_steps = 0;
+  int32_t max_steps = 0, max_late_steps = 0;
+  int32_t num_visiting = 0, num_apart_up = 0, num_apart_down = 0;
+  for (int32_t idx = threadIdx.x; idx < tiles.num_k_tiles; idx += sm90::kRankThreads) {
+    const int32_t steps = tiles.tile_steps[tiles_begin + idx];
+    num_steps += steps;
+    max_steps = larger(max_steps, steps);
+    if (idx >= tiles.num_k_tiles / 2) max_late_steps = larger(max_late_steps, steps);
+    num_visiting += steps > 0;
+    const TilePair own = tiles.sample_rows[tiles_begin + idx];
+    const TilePair next =
+        idx + 1 < tiles.num_k_tiles ? tiles.sample_rows[tiles_begin + idx + 1] : own;
+    num_apart_up += own.first != next.first;
+    num_apart_down += own.last != next.last;
+  }
+  max_steps = __reduce_max_sync(kWholeWarp, max_steps);
+  max_late_steps = __reduce_max_sync(kWholeWarp, max_late_steps);
+  num_visiting = __reduce_add_sync(kWholeWarp, num_visiting);
+  num_apart_up = __reduce_add_sync(kWholeWarp, num_apart_up);
+  num_apart_down = __reduce_add_sync(kWholeWarp, num_apart_down);
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    num_steps += __shfl_xor_sync(kWholeWarp, num_steps, distance);
+  }
+  if (threadIdx.x % 32 == 0) {
+    atomicAdd(&smem_steps, num_steps);
+    atomicMax(&smem_sums[0], max_steps);
+    atomicMax(&smem_sums[1], max_late_steps);
+    atomicAdd(&smem_sums[2], num_visiting);
+    atomicAdd(&smem_sums[3], num_apart_up);
+    atomicAdd(&smem_sums[4], num_apart_down);
+  }
+  __syncthreads();
+  return {static_cast<int64_t>(smem_steps),
+          smem_sums[0],
+          smem_sums[1],
+          smem_sums[2],
+          smem_sums[3],
+          smem_sums[4]};
+}
+
+__device__ __forceinline__ void order_tiles(const TileLists& tiles, uint32_t cta_idx) {
+  const uint32_t ctas_per_list = (tiles.num_k_tiles + sm90::kRankTiles - 1) / sm90::kRankTiles;
+  const int64_t mask_idx = cta_idx / ctas_per_list;
+  const int64_t tiles_begin = mask_idx * tiles.num_k_tiles;
+  const int32_t tile_begin = static_cast<int32_t>(cta_idx % ctas_per_list) * sm90::kRankTiles;
+  if (tile_begin == 0) {  // this CTA speaks for its list
+    const VisitSummary summary = summarize(tiles, tiles_begin);
+    if (threadIdx.x == 0) tiles.summaries[mask_idx] = summary;
+  }
+  const int32_t tile_idx = tile_begin + static_cast<int32_t>(threadIdx.x % 32);
+  const bool is_tile = tile_idx < tiles.num_k_tiles;
+  const int32_t* const steps = tiles.tile_steps + tiles_begin;
+  const int32_t rank =
+      sm90::rank_tiles(tiles.num_k_tiles, tile_begin, is_tile ? steps[tile_idx] : 0,
+                       [&](int32_t idx) { return steps[idx]; });
+  if (threadIdx.x < 32 && is_tile) tiles.by_length[tiles_begin + rank] = tile_idx;
+}
+
+// A CTA a chunk of 32 row tiles: a warp turns the bits of 32 key tiles at a time.
+__device__ __forceinline__ void list_visitors(const MaskLists& lists, const TileLists& tiles,
+                                              uint32_t cta_idx) {
+  __shared__ int32_t smem_counts[sm90::kRankWarps][32];
+  const int64_t mask_idx = cta_idx / lists.num_q_chunks;
+  const auto chunk = static_cast<int32_t>(cta_idx % lists.num_q_chunks);
+  const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int32_t q_tile_idx = chunk * 32 + lane;
+  const bool is_row = q_tile_idx < lists.num_q_tiles;
+  int32_t num_before = 0;  // in words of earlier rounds
+  for (int32_t base = 0; base < tiles.num_k_words; base += sm90::kRankWarps) {
+    const int32_t word = base + warp, k_tile_idx = word * 32 + lane;
+    uint32_t rows = 0;
+    if (k_tile_idx < tiles.num_k_tiles) {
+      const int64_t tile_idx = mask_idx * tiles.num_k_tiles + k_tile_idx;
+      rows = tiles.step_bits[tile_idx * lists.num_q_chunks + chunk].visited;
+    }
+    uint32_t visitors = 0;
+#pragma unroll
+    for (int32_t row = 0; row < 32; ++row) {
+      const uint32_t of_row = __ballot_sync(kWholeWarp, (rows >> row & 1) != 0);
+      if (lane == row) visitors = of_row;
+    }
+    smem_counts[warp][lane] = __popc(visitors);
+    __syncthreads();
+    int32_t earlier = 0, all = 0;
+#pragma unroll
+    for (int32_t other = 0; other < sm90::kRankWarps; ++other) {
+      const int32_t count = smem_counts[other][lane];
+      earlier += other < warp ? count : 0;
+      all += count;
+    }
+    if (is_row && word < tiles.num_k_words) {
+      tiles.visitors[(mask_idx * tiles.num_k_words + word) * lists.num_q_tiles + q_tile_idx] = {
+          visitors, num_before + earlier};
+    }
+    num_before += all;
+    __syncthreads();
+  }
+  if (warp != 0) return;
+  if (is_row) tiles.visits[mask_idx * lists.num_q_tiles + q_tile_idx] = num_before;
+  const uint32_t shared = __ballot_sync(kWholeWarp, is_row && num_before > 1);
+  if (lane == 0 && shared != 0) atomicAdd(&tiles.shared_rows[mask_idx], __popc(shared));
+}
+
+// Grid: num_tile_lists * (order_ctas + visitor_ctas).
+__global__ void __launch_bounds__(sm90::kRankThreads)
+    list_kernel(const MaskLists lists, const ListGrids grids) {
+  const uint32_t ctas = grids.order_ctas + grids.visitor_ctas;
+  const TileLists& tiles = lists.tiles[blockIdx.x / ctas];
+  const uint32_t cta_idx = blockIdx.x % ctas;
+  if (cta_idx >= grids.order_ctas) {
+    list_visitors(lists, tiles, cta_idx - grids.order_ctas);
+  } else if (cta_idx <
+             grids.num_masks * ((tiles.num_k_tiles + sm90::kRankTiles - 1) / sm90::kRankTiles)) {
+    order_tiles(tiles, cta_idx);
+  }
+}
+
+}  // namespace fm3::sm90_bwd

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the backward knows of a mask before any tensor: which row tiles each key tile visits. A caller may
+// keep it for all calls with the mask (fm3_sm90_build_bwd_schedule); a call without makes its own. It
+// depends on the mask and the size of a key tile, on nothing else of a call. Plain C++, tested on the host.
+#pragma once
+
+#include "plan.h"
+
+namespace fm3::sm90_bwd {
+
+// Of 32 row tiles: which a key tile visits, which of those are partial.
+struct alignas(8) StepBits {
+  uint32_t visited, partial;
+};
+
+// Of 32 key tiles: which visit a row tile, and how many of those before them do.
+struct alignas(8) Visitors {
+  uint32_t bits;
+  int32_t before;
+  // How many of the key tiles before `k_tile_idx` visit the row tile.
+  FM3_HOST_DEVICE int32_t before_tile(int32_t k_tile_idx) const {
+    const uint32_t earlier = bits & ((1u << k_tile_idx % 32) - 1);
+#ifdef __CUDA_ARCH__
+    return before + __popc(earlier);
+#else
+    return before + __builtin_popcount(earlier);
+#endif
+  }
+};
+
+struct alignas(8) TilePair {
+  int32_t first, last;
+};
+
+// Lists of the key tiles of block_k keys of every mask, num_masks = b * h_mask.
+struct TileLists {
+  int32_t block_k, num_k_tiles;
+  int32_t num_k_words;      // ceil(num_k_tiles / 32)
+  StepBits* step_bits;      // [num_masks, num_k_tiles, num_q_chunks]
+  TilePair* step_chunks;    // [num_masks, num_k_tiles] all visits are in chunks [first, last)
+  int32_t* tile_steps;      // [num_masks, num_k_tiles] visited row tiles
+  int32_t* by_length;       // [num_masks, num_k_tiles] key tiles, that with most steps first
+  VisitSummary* summaries;  // [num_masks]
+  Visitors* visitors;       // [num_masks, num_k_words, num_q_tiles]
+  int32_t* visits;          // [num_masks, num_q_tiles] visiting key tiles
+  int32_t* shared_rows;     // [num_masks] row tiles with more than one visitor
+  TilePair*
+      sample_rows;  // [num_masks, num_k_tiles] row tile after kSampleStep steps up, down; scratch
+};
+
+// Sizes of key tiles that the kernels have.
+constexpr int32_t kBlockKs[] = {128, 64};
+constexpr int32_t kNumBlockKs = 2;
+
+struct MaskLists {
+  int32_t num_q_tiles, num_q_chunks;  // ceil(s_q / kBlockQ), ceil(num_q_tiles / 32)
+  BoundScan scan;
+  void* scan_totals;  // scratch of the scan
+  KeyRows*
+      bounds;  // [num_masks, num_hulls * kHullK] rows hidden from a key, everything for keys past s_k
+  int32_t num_tile_lists;
+  TileLists tiles[kNumBlockKs];
+};
+
+// Lays the lists of key tiles of `num_block_ks` sizes out from `base` (may be nullptr); returns the bytes.
+// `maybe_scan`: summaries of the bounds that exist already.
+inline int64_t lists_layout(const MaskView& mask, const int32_t* block_ks, int32_t num_block_ks,
+                            const BoundScan* maybe_scan, void* base, MaskLists* lists) {
+  const int64_t num_masks = int64_t{mask.b} * mask.h_mask;
+  const auto div_up = [](int32_t value, int32_t divisor) {
+    return static_cast<int32_t>((int64_t{value} + divisor - 1) / divisor);
+  };
+  MaskLists made = {};
+  made.num_q_tiles = div_up(mask.s_q, kBlockQ);
+  made.num_q_chunks = div_up(made.num_q_tiles, 32);
+  made.scan.num_hulls = div_up(mask.s_k, kHullK);
+  made.num_tile_lists = num_block_ks;
+  int64_t offset = 0;
+  const auto take = [&](auto** pointer, int64_t count, int64_t bytes) {
+    *pointer = reinterpret_cast<std::remove_reference_t<decltype(*pointer)>>(
+        static_cast<char*>(base) + offset);
+    offset = sm90::align_up(offset + count * bytes, 256);
+  };
+  const auto take_all = [&](auto** pointer, int64_t count) {
+    take(pointer, count, int64_t{sizeof(**pointer)});
+  };
+  const int64_t num_hulls = num_masks * made.scan.num_hulls;
+  if (maybe_scan == nullptr) {
+    const int64_t summary_bytes = num_bounds(mask.form) * 2 * int64_t{sizeof(int32_t)};
+    take(&made.scan_totals, 1, sizeof(sm90::ScheduleTotals));
+    take(&made.scan.hulls, num_hulls, summary_bytes);
+    take(&made.scan.granules, num_hulls * (kHullK / sm90::kGranuleCols), summary_bytes);
+  } else {
+    made.scan = *maybe_scan;
+  }
+  take_all(&made.bounds, num_hulls * kHullK);
+  for (int32_t idx = 0; idx < num_block_ks; ++idx) {
+    TileLists& tiles = made.tiles[idx];
+    tiles.block_k = block_ks[idx];
+    tiles.num_k_tiles = div_up(mask.s_k, tiles.block_k);
+    tiles.num_k_words = div_up(tiles.num_k_tiles, 32);
+    const int64_t num_tiles = num_masks * tiles.num_k_tiles;
+    take_all(&tiles.step_bits, num_tiles * made.num_q_chunks);
+    take_all(&tiles.step_chunks, num_tiles);
+    take_all(&tiles.tile_steps, num_tiles);
+    take_all(&tiles.by_length, num_tiles);
+    take_all(&tiles.summaries, num_masks);
+    take_all(&tiles.visitors, num_masks * tiles.num_k_words * made.num_q_tiles);
+    take_all(&tiles.visits, num_masks * made.num_q_tiles);
+    take_all(&tiles.shared_rows, num_masks);
+    take_all(&tiles.sample_rows, num_tiles);
+  }
+  if (lists != nullptr) *lists = made;
+  return offset;
+}
+
+}  // namespace fm3::sm90_bwd
