@@ -5,7 +5,7 @@ FM3_LIB_DIR            folder of the compiled libraries, instead of the package'
 FM3_NUM_THREADS        threads of the CPU kernels; unset or 0 means every core the process may use
 FM3_TRANSPORT_ADDRESS  address of this machine at which CPU ranks exchange rows; unset: loopback
 FM3_GPU_TRANSPORT      how planned rows travel between GPU ranks: ipc, nccl, or auto (ipc inside one machine)
-FM3_GPU_FORWARD        what their forward does meanwhile: steps (unset), whole, or rows (docs/design_device.md)
+FM3_GPU_FORWARD        what their forward does meanwhile: rows, whole, steps, or auto (docs/design_device.md)
 
 Also read: NCCL_MAX_CTAS, NCCL's own limit of multiprocessors, which attention leaves to it while rows travel.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 VARIABLES = ("FM3_LIB_DIR", "FM3_NUM_THREADS", "FM3_TRANSPORT_ADDRESS", "FM3_GPU_TRANSPORT", "FM3_GPU_FORWARD")
 GPU_TRANSPORTS = ("auto", "ipc", "nccl")
-GPU_FORWARDS = ("steps", "whole", "rows")
+GPU_FORWARDS = ("rows", "whole", "steps")
 
 
 def lib_dir() -> Path:
@@ -65,13 +65,14 @@ def gpu_transport() -> str:
     return _one_of("FM3_GPU_TRANSPORT", GPU_TRANSPORTS)
 
 
-def gpu_forward() -> str:
-    """How a forward of planned context parallelism on GPUs waits for rows of other ranks.
+def gpu_forward() -> str | None:
+    """How a forward of planned context parallelism on GPUs waits for rows of other ranks; None: as suits the transport.
 
     Raises:
         ValueError: FM3_GPU_FORWARD is none of the known ones.
     """
-    return _one_of("FM3_GPU_FORWARD", GPU_FORWARDS)
+    mode = _one_of("FM3_GPU_FORWARD", ("auto", *GPU_FORWARDS))
+    return None if mode == "auto" else mode
 
 
 def _one_of(name: str, known: tuple[str, ...]) -> str:

@@ -16,6 +16,7 @@ from paddle_fm3.distributed.device_transport import BUFFER_ALIGNMENT, Batch, Pie
 from paddle_fm3.distributed.device_work import DeviceWork, KeyRange, RowBatch, RowPiece, SumTable
 
 NUM_SLOTS = 2  # key buffers, filled in turn
+_SUM_ROW_BYTES = 16  # of SumTable.rows
 _BYTES = {"key": ELEM_BYTES, "part": ELEM_BYTES, "narrow": ELEM_BYTES, "wide": 4}  # "wire" depends on the work
 
 
@@ -85,7 +86,7 @@ class BoundWork:
         whole: by slot: one forward over the whole key buffer, or None if it goes in steps.
         forward, backward: by slot: of the steps; None where a call has no key rows. dq is the caller's.
         wire_sums: by reduce batch: sums of K and V rows to pass on, or None.
-        own_sums: of dK and dV; out is the caller's.
+        plain_sums, own_sums: of dK and dV, rows without and with sums of other ranks; out is the caller's.
     """
 
     def __init__(self, prepared: PreparedWork, heads: Heads, buffers: dict[str, int]) -> None:
@@ -113,9 +114,11 @@ class BoundWork:
             None if batch.sums is None or addresses is None else self._wire_sums(batch.sums, addresses)
             for batch, addresses in zip(work.reduce, prepared.sums, strict=True)
         ]
-        self.own_sums = [
-            self._sums(work.own_sums, prepared.own_sums, is_v, work.num_own, is_float32=False) for is_v in (False, True)
-        ]
+        plain, all_rows = work.num_plain_sums, len(work.own_sums.rows)
+        self.plain_sums, self.own_sums = (
+            [self._sums(rows, prepared.own_sums, is_v, work.num_own, is_float32=False) for is_v in (False, True)]
+            for rows in (range(plain), range(plain, all_rows))
+        )
 
     # --- kernel calls ----------------------------------------------------------------------------
 
@@ -155,21 +158,23 @@ class BoundWork:
         return params
 
     def _sums(
-        self, sums: SumTable, addresses: tuple[int, int], is_v: bool, out_rows: int, is_float32: bool
+        self, rows: range, addresses: tuple[int, int], is_v: bool, out_rows: int, is_float32: bool
     ) -> SumRowsParams:
+        """Of these rows of the SumTable at the addresses."""
         work, elems = self._work, self._heads.elems(is_v)
         part, narrow, wide = (self._buffers[buffer_name(name, is_v)] for name in ("part", "narrow", "wide"))
         return SumRowsParams(
-            dtype=DTYPES[self._heads.dtype], is_out_float32=int(is_float32), b=self._heads.b, num_rows=len(sums.rows),
-            row_elems=elems, rows=addresses[0], entries=addresses[1], part=part, narrow=narrow, wide=wide,
-            part_stride_b=work.num_k_rows * elems, narrow_stride_b=work.max_narrow_rows * elems,
-            wide_stride_b=work.max_wide_rows * elems, out_stride_b=out_rows * elems,
+            dtype=DTYPES[self._heads.dtype], is_out_float32=int(is_float32), b=self._heads.b, num_rows=len(rows),
+            row_elems=elems, rows=addresses[0] + rows.start * _SUM_ROW_BYTES, entries=addresses[1], part=part,
+            narrow=narrow, wide=wide, part_stride_b=work.num_k_rows * elems,
+            narrow_stride_b=work.max_narrow_rows * elems, wide_stride_b=work.max_wide_rows * elems,
+            out_stride_b=out_rows * elems,
         )  # fmt: skip
 
     def _wire_sums(self, sums: SumTable, addresses: tuple[int, int]) -> list[SumRowsParams]:
         work, found = self._work, []
         for is_v in (False, True):
-            params = self._sums(sums, addresses, is_v, work.wire_rows[work.rank], work.is_wire_float32)
+            params = self._sums(range(len(sums.rows)), addresses, is_v, work.wire_rows[work.rank], work.is_wire_float32)
             params.out = self._buffers[buffer_name("wire", is_v)]
             found.append(params)
         return found

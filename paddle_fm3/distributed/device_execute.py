@@ -9,7 +9,7 @@ and a merge ("steps").
 Backward. K and V are gathered again, so that no layer keeps more than its own rows. Steps run in the plan's order on
 one or two compute streams; the passes of a step that read no keys do not wait for them. Each leaves its own dQ part and
 its rows of the dK/dV part buffer. What the plan lets go after a step is posted on a side stream, where sums to be
-passed on are made. The owner adds everything at the end.
+passed on are made. The owner adds everything at the end; rows that nobody else adds to do not wait for the others.
 
 The key buffer is double: the next phase fills one while peers may still read the other.
 """
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paddle_fm3._c_api import BoundForm, FwdParams, MaskView
-from paddle_fm3._device_api import MAX_PARTS, MergeParams, SumPartsParams
+from paddle_fm3._device_api import MAX_PARTS, MergeParams, SumPartsParams, SumRowsParams
 from paddle_fm3.distributed.device import DTYPES, ELEM_BYTES, Device, DeviceTensor, ReadyRows
 from paddle_fm3.distributed.device_bind import (
     NUM_SLOTS,
@@ -121,6 +121,7 @@ class DeviceAttention:
         self._side = device.stream_create() if has_side_stream else None
         self._extra = [device.stream_create() for _ in range(num_step_streams - 1)]
         self._key_stream = device.stream_create() if has_side_stream else None
+        self._own_event = device.event_create()
         self._keys_event = device.event_create()
         self._fork_event = device.event_create()
         self._sizes: dict[str, int] = {}
@@ -311,8 +312,12 @@ class DeviceAttention:
             if not grad.is_contiguous:
                 raise ValueError(f"DeviceAttention.backward: {name} has strides {grad.strides}; it must be contiguous")
         bound = self._bind(prepared, heads)
-        slot = self._fill_own(bound, k, v, stream)
-        tickets = self._post_gather(bound, slot, work.bwd_gather, stream, None)
+        # A call's first passes do not wait for the own rows either.
+        key_stream = self._key_stream if self._key_stream is not None and work.is_overlapped else stream
+        self._fork(stream, [key_stream])
+        slot = self._fill_own(bound, k, v, key_stream)
+        self.device.event_record(self._own_event, key_stream)
+        tickets = self._post_gather(bound, slot, work.bwd_gather, key_stream, None)
         self._wait_all_sent(self._reduce_tickets, stream)  # peers have read the part buffer's last content
         self._reduce_tickets = []
         # A rank without own rows computes zeros: it may have to pass on sums of others.
@@ -346,16 +351,21 @@ class DeviceAttention:
             self._fork(extra, [stream])
         if dq_parts:
             self._sum_parts(DTYPES[heads.dtype], dq_parts, dq, stream)
+        self._sum_own("dK/dV of own rows", bound.plain_sums, dk, dv, stream)
         with span_of(self.trace, "wait", "dK/dV sums of peers", stream):
             for ticket in self._reduce_tickets:
                 if ticket.batch.recvs:
                     assert self.transport is not None
                     self.transport.wait(ticket, stream)
-        if work.num_own:
-            with span_of(self.trace, "compute", "dK/dV sums of own rows", stream):
-                for sums, grad in zip(bound.own_sums, (dk, dv), strict=True):
-                    sums.out = grad.address
-                    self.device.sum_rows(sums, stream)
+        self._sum_own("dK/dV sums of own rows", bound.own_sums, dk, dv, stream)
+
+    def _sum_own(self, what: str, both: list[SumRowsParams], dk: DeviceTensor, dv: DeviceTensor, stream: int) -> None:
+        if both[0].num_rows == 0:
+            return
+        with span_of(self.trace, "compute", what, stream):
+            for sums, grad in zip(both, (dk, dv), strict=True):
+                sums.out = grad.address
+                self.device.sum_rows(sums, stream)
 
     @contextmanager
     def _leaving_room(self, work: DeviceWork) -> Iterator[None]:
@@ -459,7 +469,7 @@ class DeviceAttention:
                 self._wait_stages(work, tickets, call, stream)
             return None
         if not any(work.gather[at].stage in call.stages and tickets[at].batch.recvs for at in tickets):
-            return None
+            return self._own_event
         if self.trace is not None:  # so that the wait is seen to begin where the stream comes to it
             self._fork(stream, [self._key_stream])
         with span_of(self.trace, "wait", f"K/V rows: {what}", self._key_stream):

@@ -98,7 +98,7 @@ class DeviceWork:
         reduce_after: by batch of the reduction: the backward call after which it is posted.
         gather, reduce: the same (stage, hop)s on every rank, in the order of posting in forward, or backward.
         bwd_gather: positions in `gather`, in the order of posting in backward.
-        own_sums: the last sum, into dK and dV of the own rows.
+        own_sums: the last sum, into dK and dV of the own rows; first those rows to which nothing is added.
         bounds: int32 [b, h_mask, num_k_rows, 2 or 4], local query rows, causal rule included.
         block_mask: int32 [b, h_mask, ceil(num_own/128), ceil(num_k_rows/128)] or None.
     """
@@ -132,6 +132,12 @@ class DeviceWork:
     @property
     def max_wire_rows(self) -> int:
         return max(self.wire_rows)
+
+    @property
+    def num_plain_sums(self) -> int:
+        """Rows of `own_sums` that need nothing from other ranks."""
+        rows = self.own_sums.rows
+        return int((rows[:, 2] == rows[:, 3]).sum())
 
     def call_bounds(self, call: KeyRange) -> tuple[Int32Array, Int32Array | None]:
         """Bounds and block_mask of the call's key rows, contiguous."""
@@ -177,7 +183,7 @@ class DeviceWork:
             gather=gather,
             bwd_gather=tuple(at for stage in stage_order for at, batch in enumerate(gather) if batch.stage == stage),
             reduce=_reduce_batches(plan, rank_plan.rank, exchange, reduce),
-            own_sums=_sum_table([(0, rank_plan.num_q_rows, 0, exchange.recvs)], reduce),
+            own_sums=_plain_first(_sum_table([(0, rank_plan.num_q_rows, 0, exchange.recvs)], reduce)),
             bounds=compact_bounds(rank_plan.mask),
             block_mask=rank_plan.mask.block_mask,
         )
@@ -323,3 +329,7 @@ def _sum_table(targets: list[tuple[int, int, int, tuple[Message, ...]]], layout:
         entries.append(added[is_entry].astype(np.int32))
         num_entries += int(counts.sum())
     return SumTable(np.concatenate(rows), np.concatenate(entries))
+
+
+def _plain_first(sums: SumTable) -> SumTable:
+    return SumTable(sums.rows[np.argsort(sums.rows[:, 3] > sums.rows[:, 2], kind="stable")], sums.entries)

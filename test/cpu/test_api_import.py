@@ -128,11 +128,12 @@ def test_environment_values(monkeypatch, tmp_path):
     monkeypatch.setenv("FM3_NUM_THREADS", "many")
     with pytest.raises(ValueError, match="FM3_NUM_THREADS='many': expected a whole number >= 0"):
         env.num_threads()
-    assert env.gpu_transport() == "auto" and env.gpu_forward() == "steps"
-    monkeypatch.setenv("FM3_GPU_FORWARD", "rows")
-    assert env.gpu_forward() == "rows"
+    assert env.gpu_transport() == "auto" and env.gpu_forward() is None
+    for value, mode in (("auto", None), ("rows", "rows"), ("steps", "steps")):
+        monkeypatch.setenv("FM3_GPU_FORWARD", value)
+        assert env.gpu_forward() == mode
     monkeypatch.setenv("FM3_GPU_FORWARD", "row")
-    with pytest.raises(ValueError, match="FM3_GPU_FORWARD='row': expected one of steps, whole, rows"):
+    with pytest.raises(ValueError, match="FM3_GPU_FORWARD='row': expected one of auto, rows, whole, steps"):
         env.gpu_forward()
 
 

@@ -364,7 +364,7 @@ def test_a_rank_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == 4 + 8 and all(x.is_contiguous for x in seen), seen
 
 
-def test_a_group_waits_in_steps_unless_the_variable_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_says_how_a_group_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     monkeypatch.setattr(planned_gpu, "_connect", lambda communicator: SimpleNamespace())
     monkeypatch.setattr(planned_gpu, "PaddleDevice", SimpleNamespace)
@@ -373,8 +373,8 @@ def test_a_group_waits_in_steps_unless_the_variable_says_otherwise(monkeypatch: 
     for name in ("_attentions", "_exchanges"):
         monkeypatch.setattr(planned_gpu, name, {1: None} if name == "_exchanges" else {})
     communicator = SimpleNamespace(group=SimpleNamespace(id=1), host_exchange=None)
-    for value in ("", "rows"):
+    for value in ("", "steps"):
         monkeypatch.setenv("FM3_GPU_FORWARD", value)
         planned_gpu._attentions.clear()
         planned_gpu._attention_of(communicator, 1.0)
-    assert modes == ["steps", "rows"]
+    assert modes == [None, "steps"]

@@ -142,6 +142,40 @@ def test_a_backward_s_first_passes_do_not_wait_for_keys() -> None:
         check(collect(), inputs, mask)
 
 
+def test_a_backward_s_first_passes_do_not_wait_for_own_rows() -> None:
+    """These are copied into the key buffer beside them."""
+    mask = builders.causal(2 * ROWS)
+    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16))
+    with group_of(2) as group:
+        inputs = inputs_of(mask, 1)
+        collect = group.step(plan, mask, inputs, SCALE, bwd_styles=("one", "one"))
+        group.world.hold(*(rank.attention._key_stream for rank in group.ranks))
+        group.world.run_until_stuck()
+        for rank in group.ranks:
+            ran = [what for stream, what in group.world.history if stream == rank.stream]
+            assert ran.count("pack") == 2 and "backward, first passes" in ran and "backward" not in ran
+        group.world.hold()
+        group.world.run()
+        check(collect(), inputs, mask)
+
+
+def test_rows_that_nobody_adds_to_do_not_wait_for_sums() -> None:
+    """Rank 1 sees the second half of rank 0's keys."""
+    mask = builders.causal_document([ROWS // 2, 3 * ROWS // 2])
+    plan = build_plan(mask, 2, strategy=ONE_WAY, options=PlanOptions(num_stages=1))
+    with group_of(2, forward_mode="whole") as group:
+        inputs = inputs_of(mask, 1)
+        collect = group.step(plan, mask, inputs, SCALE, bwd_styles=("one", "one"))
+        group.world.hold(pull_stream(group, 0))  # which fetches nothing else
+        group.world.run_until_stuck()
+        summed = (group.ranks[0].stream, "sum_rows")
+        assert group.world.history.count(summed) == 2  # dK, dV of the first half
+        group.world.hold()
+        group.world.run()
+        assert group.world.history.count(summed) == 4
+        check(collect(), inputs, mask)
+
+
 def test_sums_travel_while_a_backward_in_two_calls_still_computes() -> None:
     """Received keys come first: their dK and dV are under way before the call of the own keys has run."""
     mask = builders.causal(2 * ROWS)

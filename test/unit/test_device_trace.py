@@ -50,10 +50,11 @@ def check_enclosed(rank: Rank, trace: Trace, device_trace: DeviceTrace) -> None:
     """Each span holds what it is named after, on its stream. The model's clock counts what has run."""
     assert isinstance(rank.transport, IpcTransport)
     main, side, extra = rank.stream, rank.attention._side, rank.attention._extra
+    keys = rank.attention._key_stream
     wanted = {
         "forward: merge": ("merge", [main]), "forward": ("forward", [main]), "backward": ("backward", [main, *extra]),
-        "dQ": ("sum_parts", [main]), "dK/dV sums of own": ("sum_rows", [main]), "own K/V": ("pack", [main]),
-        "dK/dV sums step": ("sum_rows", [main, side]),
+        "dQ": ("sum_parts", [main]), "dK/dV sums of own": ("sum_rows", [main]), "own K/V": ("pack", [main, keys]),
+        "dK/dV of own": ("sum_rows", [main]), "dK/dV sums step": ("sum_rows", [main, side]),
     }  # fmt: skip
     begin_at = rank.device.world.when(device_trace._origin)
     for span in trace.spans:

@@ -68,6 +68,8 @@ def test_sums_by_the_tables_are_the_sums_by_the_plan(name: str, is_wire_float32:
     for rank, work in enumerate(works):
         own = np.full(work.num_own, np.nan)
         add_up(rank, work.own_sums, own)
+        num_added = work.own_sums.rows[:, 3] - work.own_sums.rows[:, 2]
+        assert not num_added[: work.num_plain_sums].any() and num_added[work.num_plain_sums :].all()
         assert np.array_equal(own, holders[rank_plans[rank].key_rows_global()[: work.num_own]])
         assert is_wire_float32 or work.max_wide_rows == 0
 
