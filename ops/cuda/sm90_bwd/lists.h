@@ -51,6 +51,9 @@ struct TileLists {
 // Sizes of key tiles that the kernels have.
 constexpr int32_t kBlockKs[] = {128, 64};
 constexpr int32_t kNumBlockKs = 2;
+constexpr bool has_lists(int32_t block_k) {
+  return block_k == kBlockKs[0] || block_k == kBlockKs[1];
+}
 
 struct MaskLists {
   int32_t num_q_tiles, num_q_chunks;  // ceil(s_q / kBlockQ), ceil(num_q_tiles / 32)
