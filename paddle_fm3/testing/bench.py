@@ -189,3 +189,4 @@ class BenchOptions:
     repeats: int | None = None
     threads: int | None = None  # CPU only
     commit: str | None = None  # of a copy that is no git checkout
+    rounds: int | None = None  # GPU only

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU half of tools/bench_attention.py: forward and backward of every implementation of a case.
 
-Each block of timed calls follows half a second of the same calls (gpu_timing.py); from case to case the order of the
-implementations is turned round, so that none always comes first. A total is forward plus backward. The clock at which
-a block ran, and so its cycles, and the power are kept beside its time. Before that every output is compared with fp32:
+Each block of timed calls follows half a second of the same calls (gpu_timing.py), and a call has several blocks, in
+rounds whose order turns (gpu_rounds.py). A total is forward plus backward. The clock at which the calls ran, and so
+their cycles, and the power are kept beside their time. Before that every output is compared with fp32:
 all rows and keys of the first and the last key/value head and their query heads (with grouped queries of the first one
 only), and the deterministic backward is repeated.
 """
@@ -25,9 +25,11 @@ from paddle_fm3.testing.gpu_call_bwd import BackwardInputs, PreparedLists, Sm90B
 from paddle_fm3.testing.gpu_peers import Attention, Problem
 from paddle_fm3.testing.gpu_power import PowerLog
 from paddle_fm3.testing.gpu_reference import reference_head, relative_error
-from paddle_fm3.testing.gpu_timing import Block, measure_matmul, time_block, time_cold, time_in_a_row
+from paddle_fm3.testing.gpu_rounds import ROUNDS, Block, Call, Rounds, time_in_rounds
+from paddle_fm3.testing.gpu_timing import measure_matmul, time_block, time_cold, time_in_a_row
 
 IMPLS = gpu_peers.IMPLS
+CONTEXT = ("cudnn", "flex")  # peers far from the bar: one round
 CASES = (
     *benchmark_names(kinds=ANCHOR_KINDS),
     *benchmark_names(kinds=OTHER_KINDS),
@@ -36,8 +38,8 @@ CASES = (
     *(f"8k_{kind}_{variant}" for variant in ("d64", "d256", "d192v128") for kind in ("full", "causal", "document")),
 )
 COLUMNS = {
-    "attention": ("case", "impl", "phase", "dtype", "ms_median", "ms_p10", "ms_p90", "repeats", "tflops_exact",
-                  "tflops_block", "sm_mhz", "mcycles", "watts", "refcheck"),
+    "attention": ("case", "impl", "phase", "dtype", "ms_median", "ms_p10", "ms_p90", "repeats", "ms_rounds",
+                  "tflops_exact", "tflops_block", "sm_mhz", "mcycles", "watts", "refcheck"),
     "schedule": ("case", "impl", "us_scan_median", "us_lists_median", "us_median", "us_p10", "us_p90", "us_cold_median",
                  "schedule_bytes", "refcheck"),
 }  # fmt: skip
@@ -68,8 +70,8 @@ def run(bench: str, options: BenchOptions) -> Iterator[Record]:
             impls = tuple(own_impls.split(",")) if own_impls else options.impls or IMPLS
             for dtype in (own_dtype,) if own_dtype else options.dtypes or ("bfloat16",):
                 yield from run_case(
-                    identity, name, dtype, impls, matmul_tflops=matmul_tflops, repeats=options.repeats, power=power,
-                    is_reversed=idx % 2 == 1,
+                    identity, name, dtype, impls, matmul_tflops=matmul_tflops, repeats=options.repeats,
+                    rounds=ROUNDS if options.rounds is None else options.rounds, power=power, is_reversed=idx % 2 == 1,
                 )  # fmt: skip
 
 
@@ -81,6 +83,7 @@ def run_case(
     *,
     matmul_tflops: float,
     repeats: int | None = None,
+    rounds: int = ROUNDS,
     library: Any = None,
     power: PowerLog | None = None,
     is_reversed: bool = False,
@@ -90,25 +93,27 @@ def run_case(
     Args:
         library: default `sm90_library()`.
         power: an open log; forward and backward lines then have `watts`.
+        repeats: timed calls of a round.
+        rounds: of every implementation but those of CONTEXT, which have one.
         is_reversed: the last of `impls` is timed first.
     """
     torch.cuda.empty_cache()  # the case before may have had tensors of other sizes
     problem = Problem.of(benchmark_case(name), dtype)
     attentions, errors = make_and_check(problem, impls, library or sm90_library())
-    blocks = time_all(attentions, repeats, power, is_reversed=is_reversed)
+    measured = time_all(attentions, repeats, rounds, power, is_reversed=is_reversed)
     for impl in errors:
         is_deterministic = impl == "fm3_deterministic"
-        fwd, bwd = blocks.get((impl, "fwd")) or blocks["fm3", "fwd"], blocks[impl, "bwd"]
+        fwd, bwd = measured.get((impl, "fwd")) or measured["fm3", "fwd"], measured[impl, "bwd"]
         stats = {"fwd": fwd.stats, "bwd": bwd.stats, "total": _sum(fwd.stats, bwd.stats)}
         fields: dict[str, Record] = {"fwd": fwd.fields(), "bwd": bwd.fields(), "total": {}}
         for phase in ("bwd", "total") if is_deterministic else ("fwd", "bwd", "total"):
-            measured = {key: value for key, value in errors[impl].items() if phase in ("total", _PHASE_OF_CHECK[key])}
-            extra: Record = {"errors": measured, **fields[phase]}
+            checked = {key: value for key, value in errors[impl].items() if phase in ("total", _PHASE_OF_CHECK[key])}
+            extra: Record = {"errors": checked, **fields[phase]}
             if impl.startswith("fm3"):
                 extra["workspace_bytes"] = attentions[impl].workspace_bytes[phase]  # type: ignore[attr-defined]
             yield attention_record(
                 identity, impl.removesuffix("_deterministic"), problem.case, phase, dtype, stats[phase],
-                refcheck=all(error <= MAX_RELATIVE_ERROR for error in measured.values()),
+                refcheck=all(error <= MAX_RELATIVE_ERROR for error in checked.values()),
                 deterministic=is_deterministic or phase == "fwd", matmul_tflops=matmul_tflops, **extra,
             )  # fmt: skip
 
@@ -172,16 +177,20 @@ def count_unequal_repeats(attention: Attention) -> int:
 
 
 def time_all(
-    attentions: dict[str, Attention], repeats: int | None, power: PowerLog | None, *, is_reversed: bool
-) -> dict[tuple[str, str], Block]:
-    """(impl, "fwd" or "bwd") -> its block. The deterministic mode has no forward of its own beside the free one."""
+    attentions: dict[str, Attention], repeats: int | None, rounds: int, power: PowerLog | None, *, is_reversed: bool
+) -> dict[tuple[str, str], Rounds]:
+    """(impl, "fwd" or "bwd") -> its blocks. The deterministic mode has no forward of its own beside the free one."""
     calls = {
         (impl, phase): call
-        for impl, attention in list(attentions.items())[:: -1 if is_reversed else 1]
+        for impl, attention in attentions.items()
         for phase, call in (("fwd", attention.forward), ("bwd", attention.backward))
         if (impl, phase) != ("fm3_deterministic", "fwd") or "fm3" not in attentions
     }
-    return {key: time_block(call, repeats, power) for key, call in calls.items()}
+
+    def timed(call: Call, first: Block | None) -> Block:
+        return time_block(call, first, repeats=repeats, power=power)
+
+    return time_in_rounds(calls, timed, lambda key: 1 if key[0] in CONTEXT else rounds, is_reversed=is_reversed)
 
 
 def _sum(fwd: TimingStats, bwd: TimingStats) -> TimingStats:

@@ -3,55 +3,27 @@
 
 A power-limited chip runs a call slower when it is hot, and slower right behind a hungrier call, while the limiter
 still holds the clock down. So every block of timed calls follows its own heating: what ran before does not count.
+A call has several such blocks: gpu_rounds.py.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from paddle_fm3.testing.bench import Record, TimingStats
+from paddle_fm3.testing.bench import TimingStats
 from paddle_fm3.testing.gpu_clock import ClockStamps
 from paddle_fm3.testing.gpu_power import PowerLog
+from paddle_fm3.testing.gpu_rounds import Block, Call
 
 HEATING_S = 0.5  # by the timed call itself, ahead of every block
-TIMED_S = 0.12
-_ESTIMATE_S = 0.05  # of the heating: calls that are waited for; the others are enqueued in front of the timed ones
-MIN_CALLS, MAX_CALLS = 3, 40  # timed in a block
-MIN_LONG_CALLS = 2  # where one call takes HEATING_S
+TIMED_S = 0.25
+_ESTIMATE_S = 0.05  # of the first heating: calls that are waited for; others are enqueued in front of the timed ones
+MIN_CALLS, MAX_CALLS = 3, 100  # timed in a block
 _WAIT_CYCLES = 2_000_000  # about a millisecond: longer than the host takes to enqueue a call
 _FLUSH_BYTES = 256 << 20  # several times the L2
-
-Call = Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class Block:
-    """Calls in a row, all of one kind."""
-
-    times_ms: list[float]
-    megahertz: list[float]  # of each call
-    draw: tuple[float, float] | None  # NVML's clock in MHz and watts over the block
-
-    @property
-    def stats(self) -> TimingStats:
-        return TimingStats.from_ms(self.times_ms)
-
-    def fields(self) -> Record:
-        """`sm_mhz`, `mcycles` (a multiprocessor's cycles a call, in millions: what is left of a time when the clock is
-        taken out) and `watts`."""
-        known = [(ms, mhz) for ms, mhz in zip(self.times_ms, self.megahertz, strict=True) if mhz == mhz]
-        fields: Record = {}
-        if known:
-            cycles = statistics.median(1e-3 * ms * mhz for ms, mhz in known)
-            fields = {"sm_mhz": round(statistics.median(mhz for _, mhz in known)), "mcycles": float(f"{cycles:.5g}")}
-        return fields if self.draw is None else {**fields, "watts": round(self.draw[1])}
 
 
 def heat(call: Call, seconds: float) -> float:
@@ -65,15 +37,24 @@ def heat(call: Call, seconds: float) -> float:
     return (time.perf_counter() - begin) / num_calls
 
 
-def time_block(call: Call, repeats: int | None = None, power: PowerLog | None = None) -> Block:
-    """Heats with `call`, then times it; `repeats`: default what fits in TIMED_S."""
+def time_block(
+    call: Call, first: Block | None = None, *, repeats: int | None = None, power: PowerLog | None = None
+) -> Block:
+    """Heats with `call`, then times it.
+
+    Args:
+        first: a block of this call; as many calls are timed again, and its times say how many calls heat.
+        repeats: default what fits in TIMED_S.
+    """
     begin_s = time.perf_counter()
-    duration_s = heat(call, 0.0)
-    if duration_s < HEATING_S:  # else it has heated
-        duration_s = heat(call, _ESTIMATE_S)  # the first call may have loaded and allocated
+    if first is None:
+        duration_s = heat(call, 0.0)
+        if duration_s < HEATING_S:  # else it has heated
+            duration_s = heat(call, _ESTIMATE_S)  # the first call may have loaded and allocated
+        num_calls = repeats or min(max(MIN_CALLS, math.ceil(TIMED_S / duration_s)), MAX_CALLS)
+    else:
+        duration_s, num_calls = 1e-3 * first.ms_median, len(first.times_ms)
     left_s = HEATING_S - (time.perf_counter() - begin_s)
-    fewest = MIN_CALLS if duration_s < HEATING_S else MIN_LONG_CALLS
-    num_calls = repeats or min(max(fewest, math.ceil(TIMED_S / duration_s)), MAX_CALLS)
     stamps = ClockStamps(num_calls)
     events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(num_calls)]
     torch.cuda._sleep(_WAIT_CYCLES)
