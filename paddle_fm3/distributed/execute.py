@@ -77,6 +77,7 @@ class Forwarded:
     v: Array  # [b, num_k_rows, h_kv, d_v], likewise
     out: Array  # [b, s_local, h_q, d_v], in q's dtype
     lse: cpu_rows.Float32Array  # [b, h_q, s_local]
+    call: int  # of the transport's numbers
     has_gathered: bool = True
 
 
@@ -106,7 +107,8 @@ class RankRun:
         Raises:
             TransportError: a rank was lost or stalled.
         """
-        gather = self._gather(k, v)
+        call = 0 if self._transport is None else self._transport.next_call()
+        gather = self._gather(call, k, v)
         total = out if out.dtype == np.float32 else np.zeros(out.shape, np.float32)  # [b, s_local, h_q, d_v]
         lse = np.full((q.shape[0], q.shape[2], q.shape[1]), -np.inf, np.float32)  # [b, h_q, s_local]
         is_first = True
@@ -125,9 +127,10 @@ class RankRun:
         if total is not out:
             out[...] = cpu_rows.from_float32(total, out.dtype)
         if keep_gathered:
-            return Forwarded(q, gather.k, gather.v, out, lse)
+            return Forwarded(q, gather.k, gather.v, out, lse, call)
         num_own = q.shape[1]
-        return Forwarded(q, gather.k[:, :num_own].copy(), gather.v[:, :num_own].copy(), out, lse, has_gathered=False)
+        own = [x[:, :num_own].copy() for x in (gather.k, gather.v)]
+        return Forwarded(q, *own, out, lse, call, has_gathered=False)
 
     def backward(
         self, saved: Forwarded, dout: Array, dlse: cpu_rows.Float32Array, reduce_dtype: np.dtype
@@ -144,13 +147,14 @@ class RankRun:
         num_own = plan.num_q_rows
         gather = None
         if not saved.has_gathered:
-            gather = self._gather(saved.k, saved.v)
+            gather = self._gather(saved.call, saved.k, saved.v)
             saved = replace(saved, k=gather.k, v=gather.v)
         dq = np.zeros(saved.q.shape, np.float32)
         dk, dv = np.zeros(saved.k.shape, np.float32), np.zeros(saved.v.shape, np.float32)
         reduce = ReducePhase(
-            self._work.reduce, self._transport, self._timeout_s, self._trace, plan.bwd_steps, dk, dv, reduce_dtype
-        )
+            self._work.reduce, self._transport, saved.call, self._timeout_s, self._trace, plan.bwd_steps, dk, dv,
+            reduce_dtype,
+        )  # fmt: skip
         for step_idx, step in enumerate(self._work.bwd_steps):
             if step is not None:
                 if gather is not None:
@@ -168,13 +172,13 @@ class RankRun:
         if self._transport is not None:
             self._transport.fail(f"rank {self._transport.rank} stopped: {reason}")
 
-    def _gather(self, k: Array, v: Array) -> GatherPhase:
+    def _gather(self, call: int, k: Array, v: Array) -> GatherPhase:
         """Key buffers with the own rows in, the others on their way."""
         plan = self._work.rank_plan
         buffers = [np.empty((x.shape[0], plan.num_k_rows, *x.shape[2:]), x.dtype) for x in (k, v)]
         for buffer, own in zip(buffers, (k, v), strict=True):
             buffer[:, : plan.num_q_rows] = own
-        return GatherPhase(self._work.gather, self._transport, self._timeout_s, self._trace, *buffers)
+        return GatherPhase(self._work.gather, self._transport, call, self._timeout_s, self._trace, *buffers)
 
     def _wait_for(self, gather: GatherPhase, step: StepWork) -> None:
         gather.wait_stage(step.stage, is_all=step.keys == slice(0, self._work.rank_plan.num_k_rows))

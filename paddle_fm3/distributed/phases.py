@@ -26,12 +26,17 @@ from paddle_fm3.distributed.transport import GRAD_ROWS, KEY_ROWS, Parts, TcpTran
 
 
 class _Phase:
-    """Common to both: posts what the exchange names, counts what is open, waits with a bound."""
+    """Common to both: posts what the exchange names, counts what is open, waits with a bound.
 
-    def __init__(self, exchange: Exchange, transport: TcpTransport | None, what: str, timeout_s: float,
+    Args:
+        call: the attention call's number, of `TcpTransport.next_call`.
+    """
+
+    def __init__(self, exchange: Exchange, transport: TcpTransport | None, call: int, what: str, timeout_s: float,
                  trace: Trace | None) -> None:  # fmt: skip
         self._exchange = exchange
         self._transport = transport
+        self._call = call
         self._what = what
         self._timeout_s = timeout_s
         self._trace = trace
@@ -53,7 +58,8 @@ class _Phase:
     def _start(self) -> None:
         assert self._transport is not None
         for at, recv in enumerate(self._exchange.recvs):
-            self._transport.post_recv(recv.peer, self._phase, recv.tag, self._recv_parts(at), partial(self._came, at))
+            came = partial(self._came, at)
+            self._transport.post_recv(recv.peer, self._phase, recv.tag, self._recv_parts(at), came, self._call)
         self._post_ready()
 
     def _post_ready(self) -> None:
@@ -62,7 +68,7 @@ class _Phase:
             if not self._is_posted[at] and self._may_send(send) and all(self._is_in[before] for before in send.after):
                 self._is_posted[at] = True
                 done = partial(self._left, send)
-                self._transport.post_send(send.peer, self._phase, send.tag, self._send_parts(send), done)
+                self._transport.post_send(send.peer, self._phase, send.tag, self._send_parts(send), done, self._call)
 
     def _left(self, send: Message, begin_us: float) -> None:
         self._num_open_sends -= 1
@@ -109,13 +115,13 @@ class _Phase:
 class GatherPhase(_Phase):
     """Fills the key buffer. `k` [b, num_k_rows, h_kv, d_qk] and `v` hold the own rows first; starts at once."""
 
-    def __init__(self, exchange: Exchange, transport: TcpTransport | None, timeout_s: float, trace: Trace | None,
-                 k: Array, v: Array) -> None:  # fmt: skip
+    def __init__(self, exchange: Exchange, transport: TcpTransport | None, call: int, timeout_s: float,
+                 trace: Trace | None, k: Array, v: Array) -> None:  # fmt: skip
         self.k, self.v = k, v
         self._num_missing: dict[int, int] = {}  # by stage
         for recv in exchange.recvs:
             self._num_missing[recv.stage] = self._num_missing.get(recv.stage, 0) + 1
-        super().__init__(exchange, transport, KEY_ROWS, timeout_s, trace)
+        super().__init__(exchange, transport, call, KEY_ROWS, timeout_s, trace)
 
     def wait_stage(self, stage: int, is_all: bool) -> None:
         """Until the rows of the stage are in, or those of all stages up to it."""
@@ -136,8 +142,9 @@ class GatherPhase(_Phase):
 class ReducePhase(_Phase):
     """Sums dK and dV at their owners. `dk`, `dv`: float32 [b, num_k_rows, h_kv, d], written step by step."""
 
-    def __init__(self, exchange: Exchange, transport: TcpTransport | None, timeout_s: float, trace: Trace | None,
-                 steps: tuple[Step, ...], dk: Array, dv: Array, wire_dtype: np.dtype) -> None:  # fmt: skip
+    def __init__(self, exchange: Exchange, transport: TcpTransport | None, call: int, timeout_s: float,
+                 trace: Trace | None, steps: tuple[Step, ...], dk: Array, dv: Array,
+                 wire_dtype: np.dtype) -> None:  # fmt: skip
         self._dk, self._dv = dk, dv
         self._wire_dtype = wire_dtype
         self._num_steps_done = 0
@@ -148,7 +155,7 @@ class ReducePhase(_Phase):
             tuple(np.empty((x.shape[0], recv.num_rows, *x.shape[2:]), wire_dtype) for x in (dk, dv))
             for recv in exchange.recvs
         ]  # type: ignore[misc]
-        super().__init__(exchange, transport, GRAD_ROWS, timeout_s, trace)
+        super().__init__(exchange, transport, call, GRAD_ROWS, timeout_s, trace)
 
     def step_done(self, step_idx: int) -> None:
         """The rank's own partial sums of the step's rows are written."""

@@ -5,8 +5,8 @@ Paddle's gloo has no uneven all-to-all, and its point-to-point calls block and m
 group. So the rows of a plan travel over plain TCP connections, one for each pair of ranks, all of them non-blocking
 and served by one thread: no order of calls can deadlock, and no byte moves that the plan does not name.
 
-A message is a header (phase, tag, length) and raw bytes; nothing is unpickled. It goes straight into the memory that
-the receiver posted for (phase, tag); until it is posted, the connection is not read. `rendezvous.py` makes the
+A message is a header (phase, tag, call, length) and raw bytes; nothing is unpickled. It goes straight into the memory
+that the receiver posted for (phase, tag); until it is posted, the connection is not read. `rendezvous.py` makes the
 connections.
 """
 
@@ -27,7 +27,7 @@ from functools import partial
 
 from paddle_fm3.distributed.trace import now_us
 
-_HEADER = struct.Struct("<4sIIQ")  # magic, phase, tag, payload bytes
+_HEADER = struct.Struct("<4sIIIQ")  # magic, phase, tag, call, payload bytes
 _MAGIC, _END_MAGIC = b"FM3m", b"FM3x"
 _MAX_BYTES_A_CALL = 1 << 20  # so that one connection does not keep the thread from the others
 _MAX_PARTS_A_CALL = 64
@@ -36,6 +36,7 @@ _END_TIMEOUT_S = 1.0
 # What a phase moves. Phase numbers hold it, so that ranks which do different things are found out.
 RECORDS, KEY_ROWS, GRAD_ROWS = "comparison of the ranks' arguments", "K/V rows", "dK/dV sums"
 _PHASE_KINDS = (RECORDS, KEY_ROWS, GRAD_ROWS)
+_NOT_ALIKE = "the ranks do not make the same calls in the same order (has only one of them met an exception?)"
 
 Parts = list[memoryview]  # contiguous bytes, in order
 OnDone = Callable[[float], None]  # called with the time (trace.now_us) of the message's first byte
@@ -51,6 +52,7 @@ class _Message:
     tag: int
     parts: deque[memoryview]
     on_done: OnDone
+    call: int = 0
     begin_us: float = 0.0
 
 
@@ -100,6 +102,7 @@ class TcpTransport:
         self.changed = threading.Condition()  # notified after every callback and on failure
         self.last_progress_s = time.monotonic()
         self._num_phases = 0
+        self._num_calls = 0
         self._recent_phases: deque[int] = deque(maxlen=4)
         self._peers = {peer: _Peer(peer, connection) for peer, connection in connections.items()}
         self._calls: deque[Callable[[], None]] = deque()
@@ -126,6 +129,11 @@ class TcpTransport:
         self._recent_phases.append(phase)
         return phase
 
+    def next_call(self) -> int:
+        """A number for one call of attention, its forward and its backward; the same on every rank, from 1."""
+        self._num_calls += 1
+        return self._num_calls
+
     def call_soon(self, call: Callable[[], None]) -> None:
         """Runs ``call`` on the communication thread."""
         self._calls.append(call)
@@ -134,16 +142,17 @@ class TcpTransport:
         except BlockingIOError:  # plenty of wake-ups are pending already
             pass
 
-    def post_send(self, peer: int, phase: int, tag: int, parts: Parts, on_done: OnDone) -> None:
+    def post_send(self, peer: int, phase: int, tag: int, parts: Parts, on_done: OnDone, call: int = 0) -> None:
         """Queues a message; the memory must stay as it is until on_done. Messages to a peer keep their order."""
         num_bytes = sum(part.nbytes for part in parts)
-        header = memoryview(_HEADER.pack(_MAGIC, phase, tag, num_bytes))
-        message = _Message(phase, tag, deque([header, *(part for part in parts if part.nbytes)]), on_done)
+        header = memoryview(_HEADER.pack(_MAGIC, phase, tag, call, num_bytes))
+        message = _Message(phase, tag, deque([header, *(part for part in parts if part.nbytes)]), on_done, call)
         self.call_soon(lambda: self._queue_send(self._peers[peer], message))
 
-    def post_recv(self, peer: int, phase: int, tag: int, parts: Parts, on_done: OnDone) -> None:
-        """Offers memory for the message (phase, tag) of a peer; it is written until on_done."""
-        message = _Message(phase, tag, deque(part for part in parts if part.nbytes), on_done)
+    def post_recv(self, peer: int, phase: int, tag: int, parts: Parts, on_done: OnDone, call: int = 0) -> None:
+        """Offers memory for the message (phase, tag) of a peer, which must be of the same call; it is written until
+        on_done."""
+        message = _Message(phase, tag, deque(part for part in parts if part.nbytes), on_done, call)
         self.call_soon(lambda: self._queue_recv(self._peers[peer], message))
 
     def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
@@ -233,7 +242,7 @@ class TcpTransport:
             return
         reason = self.failure.encode()[:_MAX_REASON_BYTES]
         try:
-            peer.connection.send(_HEADER.pack(_END_MAGIC, 0, 0, len(reason)) + reason)
+            peer.connection.send(_HEADER.pack(_END_MAGIC, 0, 0, 0, len(reason)) + reason)
         except OSError:
             pass  # it is gone, or its buffer is full: it will see the connection close
 
@@ -350,7 +359,7 @@ class TcpTransport:
         """Turns a complete header into the incoming message, if its memory is posted."""
         if peer.header_filled < _HEADER.size or peer.incoming is not None:
             return
-        magic, phase, tag, num_bytes = _HEADER.unpack(peer.header)
+        magic, phase, tag, call, num_bytes = _HEADER.unpack(peer.header)
         if magic == _END_MAGIC and num_bytes <= _MAX_REASON_BYTES:
             reason = bytearray(num_bytes)
             told = partial(self._was_told, reason)
@@ -362,6 +371,11 @@ class TcpTransport:
         if message is None:
             self._check_kind(peer, phase)
             return
+        if call != message.call:  # of calls that look alike: the bytes would fit
+            raise TransportError(
+                f"rank {peer.rank} is in the backward of call {call} while rank {self.rank} is in that of call "
+                f"{message.call}: {_NOT_ALIKE}"
+            )
         wanted = sum(part.nbytes for part in message.parts)
         if wanted != num_bytes:
             raise TransportError(
@@ -380,8 +394,7 @@ class TcpTransport:
             if number == theirs[0] and kind != theirs[1]:
                 raise TransportError(
                     f"rank {peer.rank} is at '{_PHASE_KINDS[theirs[1]]}' while rank {self.rank} is at "
-                    f"'{_PHASE_KINDS[kind]}': the ranks do not make the same calls in the same order (has only one of "
-                    "them met an exception?)"
+                    f"'{_PHASE_KINDS[kind]}': {_NOT_ALIKE}"
                 )
 
     def _was_told(self, reason: bytearray, _begin_us: float) -> None:

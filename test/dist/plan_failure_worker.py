@@ -27,7 +27,9 @@ from paddle_fm3.distributed.shard import unshard_rows
 
 TIMEOUT_S = 3.0
 S = 96
-MODES = ("other plan", "other mask", "other rows", "kernel fails", "skips backward", "late", "stalled", "killed")
+MODES = (
+    "other plan", "other mask", "other rows", "kernel fails", "skips backward", "other order", "late", "stalled", "killed",
+)  # fmt: skip
 
 
 def forward(group: Any, strategy: str = "fm3_no_pruning", bound: int = S) -> paddle.Tensor:
@@ -45,6 +47,10 @@ def act(mode: str, group: Any) -> None:
     if mode == "other rows":
         num_rows = (S // 3) + (group.rank == 1)
         unshard_rows(paddle.ones([1, num_rows]), contiguous_partition(S, 3), group, timeout_s=TIMEOUT_S)
+    elif mode == "other order":
+        outs = [forward(group) for _ in range(2)]
+        for out in outs if group.rank != 1 else outs[::-1]:
+            out.sum().backward()
     elif group.rank != 1:
         forward(group).sum().backward()
     elif mode == "other plan":

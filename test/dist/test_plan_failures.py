@@ -52,6 +52,14 @@ def test_ranks_that_make_different_calls_are_told_at_once(reports: list) -> None
         assert "the ranks do not make the same calls in the same order" in error, error
 
 
+def test_backwards_in_another_order_are_told_at_once(reports: list) -> None:
+    """Of calls that look alike: their sums would fit each other, and be wrong."""
+    for report in reports:
+        seconds, error = report["other order"]
+        assert seconds < TIMEOUT_S and error.startswith("CommError: context parallelism: "), error
+        assert "in the backward of call " in error and "the ranks do not make the same calls in the same order" in error
+
+
 def test_a_rank_that_comes_late_to_a_step_is_named(reports: list) -> None:
     """And the groups of the following cases work: nothing is stuck in gloo, which knows no timeouts but its own."""
     said = "gave up on 'comparison of shapes, masks and plans': no byte for 3 s; missing: rank 1 (dead or stalled)"
