@@ -153,7 +153,7 @@ def declare(library: ctypes.CDLL, backend: str) -> ctypes.CDLL:
         signatures["schedule_bytes"] = (ctypes.c_int64, [ctypes.POINTER(MaskView)])
         signatures["build_schedule"] = (ctypes.c_int32, [ctypes.POINTER(MaskView), pointer, pointer])
         signatures["bwd_schedule_bytes"] = (ctypes.c_int64, [ctypes.POINTER(MaskView)])
-        signatures["build_bwd_schedule"] = (ctypes.c_int32, [ctypes.POINTER(BwdSchedule), pointer, pointer])
+        signatures["build_bwd_schedule"] = (ctypes.c_int32, [ctypes.POINTER(BwdSchedule), pointer])
     for name, (result, arguments) in signatures.items():
         function = getattr(library, f"fm3_{backend}_{name}")
         function.restype, function.argtypes = result, arguments

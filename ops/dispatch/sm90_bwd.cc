@@ -133,20 +133,6 @@ int64_t kv_sum_heads(const PlanInput& in, int64_t tile_bytes) {
                            std::max<int64_t>(2, kSumBytes / (in.num_k_tiles * tile_bytes)));
 }
 
-// The forward's prepared scan of the mask's bounds.
-sm90::ScheduleView view_of(const MaskView& mask, const void* schedule) {
-  sm90::ScheduleView view;
-  sm90::schedule_layout(mask, const_cast<void*>(schedule), &view);
-  return view;
-}
-int64_t layout_lists(const MaskView& mask, const void* schedule, const int32_t* block_ks,
-                     int32_t num_block_ks, void* base, MaskLists* lists) {
-  if (schedule == nullptr) return lists_layout(mask, block_ks, num_block_ks, nullptr, base, lists);
-  const sm90::ScheduleView view = view_of(mask, schedule);
-  const BoundScan scan = {view.hulls, view.granules, view.num_hulls};
-  return lists_layout(mask, block_ks, num_block_ks, &scan, base, lists);
-}
-
 // Lays the workspace out from `base` (may be nullptr); returns its bytes. `lists`: the part of them, if the
 // call makes them.
 int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, KernelArgs* args,
@@ -162,10 +148,9 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   const int64_t num_items =
       int64_t{shape.b} * num_k_tiles * (plan_in.can_cut ? shape.h_q : shape.h_kv);
   const int64_t num_rows = int64_t{shape.b} * shape.h_q * num_q_tiles * kBlockQ;
-  const int64_t lists_bytes =
-      params.bwd_schedule != nullptr
-          ? 0
-          : layout_lists(params.mask, params.schedule, &kernel.block_k, 1, base, lists);
+  const int64_t lists_bytes = params.bwd_schedule != nullptr
+                                  ? 0
+                                  : lists_layout(params.mask, &kernel.block_k, 1, base, lists);
   int64_t offset = lists_bytes;
   const auto take = [&](auto** pointer, int64_t count) {
     using Element = std::remove_reference_t<decltype(**pointer)>;
@@ -266,7 +251,7 @@ std::string text_of(const MaskView& mask) {
 
 int64_t schedule_bytes(const MaskView& mask) {
   if (int64_t{mask.b} * mask.h_mask == 0 || mask.s_q == 0 || mask.s_k == 0) return 0;
-  return lists_layout(mask, kBlockKs, kNumBlockKs, nullptr, nullptr, nullptr);
+  return lists_layout(mask, kBlockKs, kNumBlockKs, nullptr, nullptr);
 }
 
 // Empty if the memory can hold the schedule of its mask.
@@ -324,13 +309,13 @@ int32_t run(const BwdParams& params, cudaStream_t stream) {
   MaskLists lists{};
   layout(params, kernel, static_cast<char*>(params.workspace), &args, &in, &lists);
   if (params.bwd_schedule != nullptr) {
-    lists_layout(params.mask, kBlockKs, kNumBlockKs, nullptr, params.bwd_schedule->data, &lists);
+    lists_layout(params.mask, kBlockKs, kNumBlockKs, params.bwd_schedule->data, &lists);
   }
   for (int32_t idx = 0; idx < lists.num_tile_lists; ++idx) {
     if (lists.tiles[idx].block_k == kernel.block_k) args.lists = lists.tiles[idx];
   }
   args.bounds = reinterpret_cast<const int4*>(lists.bounds);
-  args.num_hulls = lists.scan.num_hulls;
+  args.num_hulls = lists.num_hulls;
   args.num_q_chunks = lists.num_q_chunks;
   error = make_tensor_maps(params, kernel, &args);
   if (!error.empty()) return fail(Status::kUnsupported, kName, error);
@@ -392,8 +377,7 @@ int64_t fm3_sm90_bwd_schedule_bytes(const fm3::MaskView* mask) {
   return mask == nullptr ? 0 : fm3::sm90_bwd::schedule_bytes(*mask);
 }
 
-int32_t fm3_sm90_build_bwd_schedule(const fm3::BwdSchedule* bwd_schedule, const void* schedule,
-                                    void* stream) {
+int32_t fm3_sm90_build_bwd_schedule(const fm3::BwdSchedule* bwd_schedule, void* stream) {
   constexpr const char* kName = "fm3_sm90_build_bwd_schedule";
   using namespace fm3::sm90_bwd;
   std::string error =
@@ -406,12 +390,7 @@ int32_t fm3_sm90_build_bwd_schedule(const fm3::BwdSchedule* bwd_schedule, const 
   if (!error.empty()) return fm3::sm90::fail(Status::kUnsupported, kName, error);
   if (schedule_bytes(mask) == 0) return static_cast<int32_t>(Status::kOk);
   MaskLists lists;
-  lists_layout(mask, kBlockKs, kNumBlockKs, nullptr, bwd_schedule->data, &lists);
-  if (schedule != nullptr) {
-    const fm3::sm90::ScheduleView view = view_of(mask, schedule);
-    lists.scan = {view.hulls, view.granules, view.num_hulls};
-    lists.scan_totals = nullptr;
-  }
+  lists_layout(mask, kBlockKs, kNumBlockKs, bwd_schedule->data, &lists);
   const cudaError_t status = make_lists(mask, lists, static_cast<cudaStream_t>(stream));
   if (status == cudaSuccess) return static_cast<int32_t>(Status::kOk);
   return fm3::sm90::fail(Status::kBackendError, kName, cudaGetErrorString(status));

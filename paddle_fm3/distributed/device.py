@@ -267,7 +267,7 @@ class Sm90Device:
         num_bytes = self._library.fm3_sm90_bwd_schedule_bytes(ctypes.byref(mask))
         made = BwdSchedule(mask, self.malloc(num_bytes), num_bytes)
         with self._own_stream() as stream:
-            self._call("build_bwd_schedule", ctypes.byref(made), None, stream)
+            self._call("build_bwd_schedule", ctypes.byref(made), stream)
         return made
 
     @contextmanager

@@ -56,22 +56,18 @@ class Sm90Backward:
         return Gradients(*(torch.full_like(x, float("nan"), memory_format=torch.contiguous_format)
                            for x in (inputs.q, inputs.k, inputs.v)))  # fmt: skip
 
-    def build_schedule(self, mask: GpuMask, schedule: torch.Tensor | None = None) -> PreparedLists:
-        """Prepares `mask` for the backward; `schedule`: the forward's of the same mask, which has its scan."""
+    def build_schedule(self, mask: GpuMask) -> PreparedLists:
+        """Prepares `mask` for the backward."""
         view = mask.view
         num_bytes = self.library.fm3_sm90_bwd_schedule_bytes(ctypes.byref(view))
         memory = torch.empty(max(num_bytes, 1), dtype=torch.uint8, device="cuda")
         made = PreparedLists(BwdSchedule(view, memory.data_ptr(), num_bytes), memory)
-        self.fill_schedule(made, schedule)
+        self.fill_schedule(made)
         return made
 
-    def fill_schedule(self, made: PreparedLists, schedule: torch.Tensor | None = None) -> None:
-        forward = None if schedule is None else schedule.data_ptr()
-        self._check(
-            self.library.fm3_sm90_build_bwd_schedule(
-                ctypes.byref(made.struct), forward, torch.cuda.current_stream().cuda_stream
-            )
-        )
+    def fill_schedule(self, made: PreparedLists) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        self._check(self.library.fm3_sm90_build_bwd_schedule(ctypes.byref(made.struct), stream))
 
     def params(
         self,
@@ -81,11 +77,9 @@ class Sm90Backward:
         *,
         softmax_scale: float | None = None,
         is_deterministic: bool = False,
-        schedule: torch.Tensor | None = None,
         lists: PreparedLists | None = None,
     ) -> BwdParams:
-        """Parameters that point at the given tensors, without workspace. `schedule` is the forward's, `lists` the
-        backward's prepared schedule."""
+        """Parameters that point at the given tensors, without workspace."""
         b, s_q, h_q, d_qk = inputs.q.shape
         _, s_k, h_kv, d_v = inputs.v.shape
         return BwdParams(
@@ -94,7 +88,6 @@ class Sm90Backward:
             softmax_scale=d_qk**-0.5 if softmax_scale is None else softmax_scale,
             is_deterministic=int(is_deterministic),
             mask=mask.view,
-            schedule=None if schedule is None else schedule.data_ptr(),
             bwd_schedule=None if lists is None else ctypes.addressof(lists.struct),
             **{name: address(getattr(inputs, name)) for name in ("q", "k", "v", "out", "lse", "dout", "dlse")},
             **{name: address(value) for name, value in grads.items()},
@@ -127,7 +120,6 @@ class Sm90Backward:
         grads: Gradients | None = None,
         softmax_scale: float | None = None,
         is_deterministic: bool = False,
-        schedule: torch.Tensor | None = None,
         lists: PreparedLists | None = None,
     ) -> Gradients:
         """The gradients; outputs and workspace are poisoned first."""
@@ -135,8 +127,7 @@ class Sm90Backward:
         for _, value in grads.items():
             value.fill_(float("nan"))
         params = self.params(
-            inputs, mask, grads, softmax_scale=softmax_scale, is_deterministic=is_deterministic, schedule=schedule,
-            lists=lists,
+            inputs, mask, grads, softmax_scale=softmax_scale, is_deterministic=is_deterministic, lists=lists
         )  # fmt: skip
         workspace = self.prepare(params)
         workspace.fill_(0xA5)  # nothing may rely on what it holds

@@ -154,7 +154,7 @@ def one_device(library: Any, full: Inputs, mask: GpuMask) -> dict[str, torch.Ten
     schedule, backend = Sm90(library).build_schedule(mask), Sm90Backward(library)
     out, lse = Sm90(library).forward(full.q, full.k, full.v, mask, schedule=schedule)
     grads = backend.backward(
-        BackwardInputs(full.q, full.k, full.v, out, lse, full.dout), mask, lists=backend.build_schedule(mask, schedule)
+        BackwardInputs(full.q, full.k, full.v, out, lse, full.dout), mask, lists=backend.build_schedule(mask)
     )
     return {"out": out, "lse": lse, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
 

@@ -84,7 +84,7 @@ class Fm3(Attention):
         lse = torch.full((case.b, case.h_q, case.s_q), float("nan"), device="cuda")
         schedule = self._forward.build_schedule(problem.mask)
         self._fwd_params = self._forward.forward_params(*inputs, problem.mask, out, lse, schedule=schedule)
-        self._lists = self._backward.build_schedule(problem.mask, schedule)
+        self._lists = self._backward.build_schedule(problem.mask)
         self._held = [schedule, self._forward.prepare(self._fwd_params)]
         self._saved = BackwardInputs(*inputs, out, lse, problem.dout)
         self._grads = self._backward.empty_gradients(self._saved)

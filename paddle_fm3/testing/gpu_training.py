@@ -131,7 +131,7 @@ def _kernel_attention(library: Any, batch: Batch) -> Attend:
     mask = GpuMask(torch.from_numpy(np.ascontiguousarray(bounds)).cuda(), None, is_causal, b, bounds.shape[1], s, s)
     sm90, backend = Sm90(library), Sm90Backward(library)
     schedule = sm90.build_schedule(mask)
-    step = _KernelStep(sm90, backend, mask, schedule, backend.build_schedule(mask, schedule))
+    step = _KernelStep(sm90, backend, mask, schedule, backend.build_schedule(mask))
     return lambda q, k, v: _Kernel.apply(q.bfloat16(), k.bfloat16(), v.bfloat16(), step).float()
 
 

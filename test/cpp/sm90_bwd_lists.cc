@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "cuda_on_host.h"
-#include "ops/cuda/schedule/launch_sizes.cuh"
 #include "ops/cuda/sm90_bwd/list_kernels.cuh"
 
 using namespace fm3;
@@ -13,18 +12,9 @@ namespace {
 
 template <BoundForm kForm>
 void build(const MaskView& mask, const MaskLists& lists) {
-  if (lists.scan_totals != nullptr) {
-    sm90::ScheduleView scan = {};
-    scan.totals = static_cast<sm90::ScheduleTotals*>(lists.scan_totals);
-    scan.hulls = lists.scan.hulls, scan.granules = lists.scan.granules;
-    scan.num_hulls = lists.scan.num_hulls;
-    const sm90::LaunchSizes sizes = sm90::launch_sizes(mask, scan);
-    cuda_on_host::launch(sizes.scan_ctas, sm90::kScanThreads, sm90::scan_kernel<kForm>, mask, scan,
-                         sizes.num_blocks);
-  }
   const ListGrids grids = list_grids(mask, lists);
-  cuda_on_host::launch(grids.fold_ctas + lists.num_tile_lists * grids.visit_ctas, kVisitThreads,
-                       visit_kernel<kForm>, mask, lists, grids);
+  cuda_on_host::launch(lists.num_tile_lists * grids.visit_ctas, kVisitThreads, visit_kernel<kForm>,
+                       mask, lists, grids);
   cuda_on_host::launch(lists.num_tile_lists * (grids.order_ctas + grids.visitor_ctas),
                        sm90::kRankThreads, sm90_bwd::list_kernel, lists, grids);
 }
@@ -34,13 +24,13 @@ void build(const MaskView& mask, const MaskLists& lists) {
 extern "C" {
 
 int64_t lists_bytes(const MaskView* mask) {
-  return lists_layout(*mask, kBlockKs, kNumBlockKs, nullptr, nullptr, nullptr);
+  return lists_layout(*mask, kBlockKs, kNumBlockKs, nullptr, nullptr);
 }
 
 // Makes the lists of both sizes of key tile.
 void build_lists(const MaskView* mask, void* blob) {
   MaskLists lists;
-  lists_layout(*mask, kBlockKs, kNumBlockKs, nullptr, blob, &lists);
+  lists_layout(*mask, kBlockKs, kNumBlockKs, blob, &lists);
   switch (mask->form) {
     case BoundForm::kLower1:
       return build<BoundForm::kLower1>(*mask, lists);
@@ -60,7 +50,7 @@ void build_lists(const MaskView* mask, void* blob) {
 void lists_offsets(const MaskView* mask, int32_t block_k, int64_t* offsets) {
   char base[1];
   MaskLists lists;
-  lists_layout(*mask, kBlockKs, kNumBlockKs, nullptr, base, &lists);
+  lists_layout(*mask, kBlockKs, kNumBlockKs, base, &lists);
   const TileLists& tiles = lists.tiles[block_k == lists.tiles[0].block_k ? 0 : 1];
   const void* const parts[] = {lists.bounds,     tiles.step_bits, tiles.step_chunks,
                                tiles.tile_steps, tiles.by_length, tiles.summaries,

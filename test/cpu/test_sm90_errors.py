@@ -172,10 +172,10 @@ def test_a_schedule_that_cannot_be_made(library: ctypes.CDLL, changes: dict, sta
     made = bwd_schedule(library, make_bwd_params().mask, **changes)
     if "form" in changes:
         made.bytes *= 2
-    assert library.fm3_sm90_build_bwd_schedule(ctypes.byref(made), None, None) == status
+    assert library.fm3_sm90_build_bwd_schedule(ctypes.byref(made), None) == status
     text = library.fm3_sm90_last_error().decode()
     assert text.startswith("fm3_sm90_build_bwd_schedule: ") and message in text, text
-    assert library.fm3_sm90_build_bwd_schedule(None, None, None) == INVALID_ARGUMENT
+    assert library.fm3_sm90_build_bwd_schedule(None, None) == INVALID_ARGUMENT
 
 
 def test_a_prepared_backward_needs_less_workspace(library: ctypes.CDLL) -> None:
@@ -188,7 +188,7 @@ def test_a_prepared_backward_needs_less_workspace(library: ctypes.CDLL) -> None:
     empty = MaskView(None, None, BoundForm.NONE, 0, 1, 1, 0, 256)
     assert library.fm3_sm90_bwd_schedule_bytes(ctypes.byref(empty)) == 0
     nothing = BwdSchedule(empty, None, 0)
-    assert library.fm3_sm90_build_bwd_schedule(ctypes.byref(nothing), None, None) == OK
+    assert library.fm3_sm90_build_bwd_schedule(ctypes.byref(nothing), None) == OK
 
 
 def test_backward_schedule_bytes_stay_small(library: ctypes.CDLL) -> None:

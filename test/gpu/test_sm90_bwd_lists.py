@@ -61,16 +61,13 @@ def test_device_and_host_make_the_same_lists(host: ctypes.CDLL, backend: Sm90Bac
     mask, gpu_mask = mask_of(case), GpuMask.of(case)
     made = backend.build_schedule(gpu_mask)
     assert made.memory.numel() == host.lists_bytes(ctypes.byref(mask.view))
-    for schedule in (None, Sm90(backend.library).build_schedule(gpu_mask)):
-        made.memory.fill_(0xA5)  # nothing may rely on what it holds
-        backend.fill_schedule(made, schedule)
-        found = made.memory.cpu().numpy()
-        for block_k in BLOCK_KS:
-            on_host, on_device = (
-                astuple(x) for x in (build(host, mask, block_k), take_apart(host, mask, found, block_k))
-            )
-            for one, other in zip(on_host, on_device, strict=True):
-                np.testing.assert_array_equal(one, other)
+    made.memory.fill_(0xA5)  # nothing may rely on what it holds
+    backend.fill_schedule(made)
+    found = made.memory.cpu().numpy()
+    for block_k in BLOCK_KS:
+        on_host, on_device = (astuple(x) for x in (build(host, mask, block_k), take_apart(host, mask, found, block_k)))
+        for one, other in zip(on_host, on_device, strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -109,16 +106,13 @@ def test_benchmark_masks(backend: Sm90Backward, name: str, d: tuple[int, int]) -
         torch.randn((1, s, h, x), device="cuda", dtype=torch.bfloat16)
         for s, h, x in ((case.s_q, 2, d[0]), (case.s_k, 1, d[0]), (case.s_k, 1, d[1]), (case.s_q, 2, d[1]))
     )
-    mask, sm90 = GpuMask.of(case), Sm90(backend.library)
-    schedule = sm90.build_schedule(mask)
-    out, lse = sm90.forward(q, k, v, mask, schedule=schedule)
+    mask = GpuMask.of(case)
+    out, lse = Sm90(backend.library).forward(q, k, v, mask)
     inputs = replace(make_inputs(wide_case("full", s=1), torch.bfloat16)[0], q=q, k=k, v=v, out=out, lse=lse,
                      dout=dout, dlse=None)  # fmt: skip
     own = values(backend.backward(inputs, mask, is_deterministic=True))
-    with_scan = values(backend.backward(inputs, mask, is_deterministic=True, schedule=schedule))
-    assert_same_bits(f"{name}, the forward's scan", own, with_scan)
-    for made in (backend.build_schedule(mask), backend.build_schedule(mask, schedule)):
-        assert_same_bits(name, own, values(backend.backward(inputs, mask, is_deterministic=True, lists=made)))
+    given = backend.backward(inputs, mask, is_deterministic=True, lists=backend.build_schedule(mask))
+    assert_same_bits(name, own, values(given))
 
 
 def test_a_schedule_is_of_the_mask_as_it_was(backend: Sm90Backward) -> None:

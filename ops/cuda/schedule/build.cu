@@ -16,7 +16,9 @@ bool is_empty(const MaskView& mask) {
 
 int64_t schedule_bytes(const MaskView& mask) { return schedule_layout(mask, nullptr, nullptr); }
 
-cudaError_t scan_bounds(const MaskView& mask, const ScheduleView& schedule, cudaStream_t stream) {
+cudaError_t scan_bounds(const MaskView& mask, void* blob, cudaStream_t stream) {
+  ScheduleView schedule;
+  schedule_layout(mask, blob, &schedule);
   if (is_empty(mask)) return cudaSuccess;
   const LaunchSizes sizes = launch_sizes(mask, schedule);
   return with_form(mask.form, [&](auto form) {
@@ -24,12 +26,6 @@ cudaError_t scan_bounds(const MaskView& mask, const ScheduleView& schedule, cuda
         <<<sizes.scan_ctas, kScanThreads, 0, stream>>>(mask, schedule, sizes.num_blocks);
     return cudaGetLastError();
   });
-}
-
-cudaError_t scan_bounds(const MaskView& mask, void* blob, cudaStream_t stream) {
-  ScheduleView schedule;
-  schedule_layout(mask, blob, &schedule);
-  return scan_bounds(mask, schedule, stream);
 }
 
 cudaError_t build_schedule(const MaskView& mask, void* blob, cudaStream_t stream) {

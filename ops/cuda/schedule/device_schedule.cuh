@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The prepared schedule of one mask on the device: where the forward's query tiles find the key
 // columns they visit. Built once a mask (build.cu), read by every layer. The backward's lists, by key
-// tile, are in a blob of their own (sm90_bwd/lists.h), from the same scan and the same rules.
+// tile, are in a blob of their own (sm90_bwd/lists.h), by the same rules.
 //
 // One blob of bytes, addressed through `ScheduleView`:
 //   order   per (b, h_mask): the query tiles, dearest first, each with its number of spans
 //   spans   per (b, h_mask, query tile): the key columns the forward visits, ascending
 //   totals  how much all tiles visit
-//   hulls, granules   min and max of the bounds of 128 and of 16 key columns: what the scan leaves
+//   hulls, granules   min and max of the bounds of 128 and of 16 key columns; scratch of the build
 // Order and spans are there twice: of single tiles, and of pairs of neighbours, which two CTAs may
 // walk together. The totals tell the forward which of the two is cheaper.
 #pragma once

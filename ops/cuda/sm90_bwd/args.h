@@ -77,7 +77,7 @@ struct PrepareArgs {
   int64_t zeroed_bytes;
 };
 
-// Makes the lists of a mask, and the summaries of its bounds unless they exist (scan_totals is nullptr).
+// Makes the lists of a mask.
 cudaError_t make_lists(const MaskView& mask, const MaskLists& lists, cudaStream_t stream);
 
 // Fills items, counts, lse and delta; writes zeros to dq where no key is visible.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two passes that make a mask's lists, after the scan of its bounds. Their own test runs them on the host
+// The two passes that make a mask's lists. Their own test runs them on the host
 // (test/unit/test_sm90_bwd_lists.py).
 #pragma once
 
@@ -15,7 +15,7 @@ constexpr int kVisitWarps = 8, kVisitThreads = kVisitWarps * 32;
 // CTAs of the two passes: of each size of key tile as many.
 struct ListGrids {
   int64_t num_masks;
-  uint32_t fold_ctas, visit_ctas;     // first pass: all keys, then key tiles of each size
+  uint32_t visit_ctas;                // first pass: key tiles of each size
   uint32_t order_ctas, visitor_ctas;  // second pass: for each size key tiles, then row tiles
 };
 inline ListGrids list_grids(const MaskView& mask, const MaskLists& lists) {
@@ -24,7 +24,6 @@ inline ListGrids list_grids(const MaskView& mask, const MaskLists& lists) {
   };
   ListGrids grids = {};
   grids.num_masks = int64_t{mask.b} * mask.h_mask;
-  grids.fold_ctas = div_up(grids.num_masks * lists.scan.num_hulls * kHullK, kVisitThreads);
   for (int32_t idx = 0; idx < lists.num_tile_lists; ++idx) {
     const int32_t num_k_tiles = lists.tiles[idx].num_k_tiles;
     grids.visit_ctas =
@@ -38,31 +37,50 @@ inline ListGrids list_grids(const MaskView& mask, const MaskLists& lists) {
 }
 
 // --- First pass: rows hidden from each key; what each key tile visits ------------------------------
-__device__ __forceinline__ void fold_key(const MaskView& mask, const MaskLists& lists,
-                                         int64_t key) {
-  const int64_t keys_per_mask = int64_t{lists.scan.num_hulls} * kHullK;
-  const int64_t mask_idx = key / keys_per_mask;
-  const auto k_idx = static_cast<int32_t>(key % keys_per_mask);
-  KeyRows rows = {0, mask.s_q, 0, 0};  // nobody sees a key past s_k
-  if (k_idx < mask.s_k) {
-    const int32_t* list_bounds = mask.bounds + mask_idx * mask.s_k * num_bounds(mask.form);
-    const TwoIntervals folded =
-        fold_causal(sm90::hidden_rows(mask, list_bounds, k_idx), mask.is_causal, mask.s_q);
-    rows = {folded.lt_begin, folded.lt_end, folded.ut_begin, folded.ut_end};
+// Least and greatest bounds of keys [k_begin, k_begin + block_k), in all lanes; the scan of the forward's
+// schedule has no summary of 64 keys, and to read it would take longer than the bounds do. `maybe_rows`:
+// where the rows hidden from each of them go, everything for keys past s_k.
+template <BoundForm kForm>
+__device__ __forceinline__ sm90::BoundSummary<kForm> read_keys(const MaskView& mask,
+                                                               int64_t mask_idx, int32_t k_begin,
+                                                               int32_t block_k,
+                                                               KeyRows* maybe_rows) {
+  const int32_t* const bounds = mask.bounds + mask_idx * mask.s_k * sm90::kNumBounds<kForm>;
+  sm90::BoundSummary<kForm> keys;
+  for (int32_t idx = threadIdx.x % 32; idx < block_k; idx += 32) {
+    const int32_t k_idx = k_begin + idx;
+    KeyRows rows = {0, mask.s_q, 0, 0};
+    if (k_idx < mask.s_k) {
+      if constexpr (kForm != BoundForm::kNone) {
+        keys.add(bounds + int64_t{k_idx} * sm90::kNumBounds<kForm>, mask, k_idx);
+      }
+      const TwoIntervals folded =
+          fold_causal(sm90::hidden_rows(mask, bounds, k_idx), mask.is_causal, mask.s_q);
+      rows = {folded.lt_begin, folded.lt_end, folded.ut_begin, folded.ut_end};
+    }
+    if (maybe_rows != nullptr) maybe_rows[idx] = rows;
   }
-  lists.bounds[key] = rows;
+#pragma unroll
+  for (auto& range : keys.bounds) {
+    range.low = __reduce_min_sync(kWholeWarp, range.low);
+    range.high = __reduce_max_sync(kWholeWarp, range.high);
+  }
+  return keys;
 }
 
 // One warp a key tile: a lane judges the 32 row tiles of one chunk at once, and what remains open is
 // looked at row tile by row tile, a lane each.
 template <BoundForm kForm>
 __device__ __forceinline__ void list_visits(const MaskView& mask, const MaskLists& lists,
-                                            const TileLists& tiles, int64_t tile_idx) {
+                                            const TileLists& tiles, int64_t tile_idx,
+                                            bool writes_bounds) {
   constexpr int32_t kChunkQ = 32 * kBlockQ;
   const int32_t lane = threadIdx.x % 32;
   const auto mask_idx = static_cast<int32_t>(tile_idx / tiles.num_k_tiles);
   const int32_t k_begin = static_cast<int32_t>(tile_idx % tiles.num_k_tiles) * tiles.block_k;
-  const auto keys = summary_of_keys<kForm>(lists.scan, mask_idx, k_begin, tiles.block_k);
+  KeyRows* const rows = lists.bounds + int64_t{mask_idx} * lists.num_hulls * kHullK + k_begin;
+  const auto keys =
+      read_keys<kForm>(mask, mask_idx, k_begin, tiles.block_k, writes_bounds ? rows : nullptr);
   StepBits* const bits = tiles.step_bits + tile_idx * lists.num_q_chunks;
   int32_t num_steps = 0, first_chunk = 0, end_chunk = 0;
   for (int32_t base = 0; base < lists.num_q_chunks; base += 32) {
@@ -124,25 +142,20 @@ __device__ __forceinline__ void list_visits(const MaskView& mask, const MaskList
   tiles.sample_rows[tile_idx] = sample;
 }
 
-// Grid: fold_ctas + num_tile_lists * visit_ctas.
+// Grid: num_tile_lists * visit_ctas. The first size's warps write the bounds.
 template <BoundForm kForm>
 __global__ void __launch_bounds__(kVisitThreads)
     visit_kernel(const MaskView mask, const MaskLists lists, const ListGrids grids) {
-  if (blockIdx.x < grids.fold_ctas) {
-    const int64_t key = int64_t{blockIdx.x} * kVisitThreads + threadIdx.x;
-    if (key < grids.num_masks * lists.scan.num_hulls * kHullK) fold_key(mask, lists, key);
-    return;
-  }
-  const uint32_t cta_idx = blockIdx.x - grids.fold_ctas;
-  const TileLists& tiles = lists.tiles[cta_idx / grids.visit_ctas];
-  const int64_t tile_idx = int64_t{cta_idx % grids.visit_ctas} * kVisitWarps + threadIdx.x / 32;
-  if (cta_idx % grids.visit_ctas == 0) {  // the second pass counts there
+  const uint32_t size_idx = blockIdx.x / grids.visit_ctas, cta_idx = blockIdx.x % grids.visit_ctas;
+  const TileLists& tiles = lists.tiles[size_idx];
+  const int64_t tile_idx = int64_t{cta_idx} * kVisitWarps + threadIdx.x / 32;
+  if (cta_idx == 0) {  // the second pass counts there
     for (int64_t idx = threadIdx.x; idx < grids.num_masks; idx += kVisitThreads) {
       tiles.shared_rows[idx] = 0;
     }
   }
   if (tile_idx < grids.num_masks * tiles.num_k_tiles) {
-    list_visits<kForm>(mask, lists, tiles, tile_idx);
+    list_visits<kForm>(mask, lists, tiles, tile_idx, size_idx == 0);
   }
 }
 

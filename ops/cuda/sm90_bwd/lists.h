@@ -57,8 +57,7 @@ constexpr bool has_lists(int32_t block_k) {
 
 struct MaskLists {
   int32_t num_q_tiles, num_q_chunks;  // ceil(s_q / kBlockQ), ceil(num_q_tiles / 32)
-  BoundScan scan;
-  void* scan_totals;  // scratch of the scan
+  int32_t num_hulls;                  // ceil(s_k / kHullK)
   KeyRows*
       bounds;  // [num_masks, num_hulls * kHullK] rows hidden from a key, everything for keys past s_k
   int32_t num_tile_lists;
@@ -66,9 +65,8 @@ struct MaskLists {
 };
 
 // Lays the lists of key tiles of `num_block_ks` sizes out from `base` (may be nullptr); returns the bytes.
-// `maybe_scan`: summaries of the bounds that exist already.
 inline int64_t lists_layout(const MaskView& mask, const int32_t* block_ks, int32_t num_block_ks,
-                            const BoundScan* maybe_scan, void* base, MaskLists* lists) {
+                            void* base, MaskLists* lists) {
   const int64_t num_masks = int64_t{mask.b} * mask.h_mask;
   const auto div_up = [](int32_t value, int32_t divisor) {
     return static_cast<int32_t>((int64_t{value} + divisor - 1) / divisor);
@@ -76,42 +74,30 @@ inline int64_t lists_layout(const MaskView& mask, const int32_t* block_ks, int32
   MaskLists made = {};
   made.num_q_tiles = div_up(mask.s_q, kBlockQ);
   made.num_q_chunks = div_up(made.num_q_tiles, 32);
-  made.scan.num_hulls = div_up(mask.s_k, kHullK);
+  made.num_hulls = div_up(mask.s_k, kHullK);
   made.num_tile_lists = num_block_ks;
   int64_t offset = 0;
-  const auto take = [&](auto** pointer, int64_t count, int64_t bytes) {
-    *pointer = reinterpret_cast<std::remove_reference_t<decltype(*pointer)>>(
-        static_cast<char*>(base) + offset);
-    offset = sm90::align_up(offset + count * bytes, 256);
+  const auto take = [&](auto** pointer, int64_t count) {
+    using Element = std::remove_reference_t<decltype(**pointer)>;
+    *pointer = reinterpret_cast<Element*>(static_cast<char*>(base) + offset);
+    offset = sm90::align_up(offset + count * int64_t{sizeof(Element)}, 256);
   };
-  const auto take_all = [&](auto** pointer, int64_t count) {
-    take(pointer, count, int64_t{sizeof(**pointer)});
-  };
-  const int64_t num_hulls = num_masks * made.scan.num_hulls;
-  if (maybe_scan == nullptr) {
-    const int64_t summary_bytes = num_bounds(mask.form) * 2 * int64_t{sizeof(int32_t)};
-    take(&made.scan_totals, 1, sizeof(sm90::ScheduleTotals));
-    take(&made.scan.hulls, num_hulls, summary_bytes);
-    take(&made.scan.granules, num_hulls * (kHullK / sm90::kGranuleCols), summary_bytes);
-  } else {
-    made.scan = *maybe_scan;
-  }
-  take_all(&made.bounds, num_hulls * kHullK);
+  take(&made.bounds, num_masks * made.num_hulls * kHullK);
   for (int32_t idx = 0; idx < num_block_ks; ++idx) {
     TileLists& tiles = made.tiles[idx];
     tiles.block_k = block_ks[idx];
     tiles.num_k_tiles = div_up(mask.s_k, tiles.block_k);
     tiles.num_k_words = div_up(tiles.num_k_tiles, 32);
     const int64_t num_tiles = num_masks * tiles.num_k_tiles;
-    take_all(&tiles.step_bits, num_tiles * made.num_q_chunks);
-    take_all(&tiles.step_chunks, num_tiles);
-    take_all(&tiles.tile_steps, num_tiles);
-    take_all(&tiles.by_length, num_tiles);
-    take_all(&tiles.summaries, num_masks);
-    take_all(&tiles.visitors, num_masks * tiles.num_k_words * made.num_q_tiles);
-    take_all(&tiles.visits, num_masks * made.num_q_tiles);
-    take_all(&tiles.shared_rows, num_masks);
-    take_all(&tiles.sample_rows, num_tiles);
+    take(&tiles.step_bits, num_tiles * made.num_q_chunks);
+    take(&tiles.step_chunks, num_tiles);
+    take(&tiles.tile_steps, num_tiles);
+    take(&tiles.by_length, num_tiles);
+    take(&tiles.summaries, num_masks);
+    take(&tiles.visitors, num_masks * tiles.num_k_words * made.num_q_tiles);
+    take(&tiles.visits, num_masks * made.num_q_tiles);
+    take(&tiles.shared_rows, num_masks);
+    take(&tiles.sample_rows, num_tiles);
   }
   if (lists != nullptr) *lists = made;
   return offset;

@@ -13,37 +13,6 @@ using sm90::larger, sm90::smaller;
 
 enum class StepClass { kSkip, kPartial, kFull };
 
-// Summaries of the bounds, as the scan of sm90/schedule leaves them (BoundSummary).
-struct BoundScan {
-  void *hulls, *granules;  // [b * h_mask, num_hulls], [b * h_mask, 8 num_hulls]
-  int32_t num_hulls;
-};
-
-// Of keys [k_begin, k_begin + block_k) of mask `mask_idx` in [0, b * h_mask).
-template <BoundForm kForm>
-FM3_HOST_DEVICE sm90::BoundSummary<kForm> summary_of_keys(const BoundScan& scan, int32_t mask_idx,
-                                                          int32_t k_begin, int32_t block_k) {
-  using Summary = sm90::BoundSummary<kForm>;
-  Summary merged;
-  if constexpr (kForm != BoundForm::kNone) {
-    const int64_t hulls_begin = int64_t{mask_idx} * scan.num_hulls;
-    if (block_k == kHullK) {
-      return static_cast<const Summary*>(scan.hulls)[hulls_begin + k_begin / kHullK];
-    }
-    const Summary* const granules = static_cast<const Summary*>(scan.granules) +
-                                    hulls_begin * (kHullK / sm90::kGranuleCols) +
-                                    k_begin / sm90::kGranuleCols;
-    for (int32_t idx = 0; idx < block_k / sm90::kGranuleCols; ++idx) {
-      const Summary granule = granules[idx];
-      for (int bound = 0; bound < sm90::kNumBounds<kForm>; ++bound) {
-        merged.bounds[bound].low = smaller(merged.bounds[bound].low, granule.bounds[bound].low);
-        merged.bounds[bound].high = larger(merged.bounds[bound].high, granule.bounds[bound].high);
-      }
-    }
-  }
-  return merged;
-}
-
 // Class of rows [q_begin, q_end), not empty, for keys [k_begin, k_begin + block_k) with summary `keys`, but
 // for block_mask.
 // Claim:      a SKIP step holds no visible pair, a FULL step no hidden one and no key past s_k.

@@ -41,8 +41,6 @@ FM3_EXPORT int32_t fm3_sm90_build_schedule(const fm3::MaskView* mask, void* sche
 // The first pass of fm3_sm90_build_schedule alone, the only one that reads all bounds: to time it.
 FM3_EXPORT int32_t fm3_sm90_scan_bounds(const fm3::MaskView* mask, void* schedule, void* stream);
 // Likewise for the backward (params.bwd_schedule): device bytes, and content, enqueued on `stream`.
-// `schedule`: the forward's, prepared of the same mask, whose scan of the bounds is taken; may be nullptr.
 FM3_EXPORT int64_t fm3_sm90_bwd_schedule_bytes(const fm3::MaskView* mask);
-FM3_EXPORT int32_t fm3_sm90_build_bwd_schedule(const fm3::BwdSchedule* bwd_schedule,
-                                               const void* schedule, void* stream);
+FM3_EXPORT int32_t fm3_sm90_build_bwd_schedule(const fm3::BwdSchedule* bwd_schedule, void* stream);
 FM3_EXPORT const char* fm3_sm90_last_error();

@@ -59,7 +59,7 @@ struct BwdParams {
   float softmax_scale;
   int32_t is_deterministic;
   MaskView mask;
-  const void* schedule;  // as in FwdParams; of the sm90 forward's only the scan is taken
+  const void* schedule;  // as in FwdParams; the sm90 backward reads bwd_schedule instead
   const void* q;         // [b, s_q, h_q, d_qk]
   const void* k;         // [b, s_k, h_kv, d_qk]
   const void* v;         // [b, s_k, h_kv, d_v]
