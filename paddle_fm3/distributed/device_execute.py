@@ -132,6 +132,7 @@ class DeviceAttention:
         self._slot = 0
         self._slot_tickets: list[list[Ticket]] = [[] for _ in range(NUM_SLOTS)]
         self._reduce_tickets: list[Ticket] = []
+        self._num_forwards = 0
 
     def open_tickets(self) -> list[Ticket]:
         """What the last call has posted, in order."""
@@ -197,9 +198,12 @@ class DeviceAttention:
     def forward(
         self, prepared: PreparedWork, heads: Heads, q: DeviceTensor, k: DeviceTensor, v: DeviceTensor,
         out: DeviceTensor, lse: int, scale: float, stream: int,
-    ) -> None:  # fmt: skip
+    ) -> int:  # fmt: skip
         """Own rows q [b, num_own, h_q, d_qk], k, v [b, num_own, h_kv, *] -> out [b, num_own, h_q, d_v] and
         lse float32 [b, h_q, num_own] over all keys; enqueued on `stream`, the same one in every call.
+
+        Returns:
+            the call's number, for its backward.
 
         Raises:
             TransportError: a rank was lost or stalled, now or in an earlier call.
@@ -210,9 +214,10 @@ class DeviceAttention:
         bound = self._bind(prepared, heads)
         slot = self._fill_own(bound, k, v, stream)
         ready = self._ready_rows(work, slot)
-        tickets = self._post_gather(bound, slot, range(len(work.gather)), stream, ready)
+        self._num_forwards += 1
+        tickets = self._post_gather(bound, slot, range(len(work.gather)), stream, ready, self._num_forwards)
         if work.num_own == 0:
-            return
+            return self._num_forwards
         whole = bound.whole[slot]
         if whole is None:
             with self._leaving_room(work):
@@ -228,6 +233,7 @@ class DeviceAttention:
                 for call in work.fwd_calls:
                     self._wait_stages(work, tickets, call, stream)
             self._forward_call("forward", whole, q, out, lse, scale, stream)
+        return self._num_forwards
 
     def mode_of(self, work: DeviceWork) -> str:
         """The forward mode that serves this work."""
@@ -298,9 +304,10 @@ class DeviceAttention:
         self, prepared: PreparedWork, heads: Heads, q: DeviceTensor, k: DeviceTensor, v: DeviceTensor,
         out: DeviceTensor, lse: int, dout: DeviceTensor, dlse: int | None,
         dq: DeviceTensor, dk: DeviceTensor, dv: DeviceTensor, scale: float, stream: int,
-        is_deterministic: bool = False,
+        is_deterministic: bool = False, call: int = 0,
     ) -> None:  # fmt: skip
-        """dq, dk, dv of the own rows, summed over ranks; enqueued on `stream`. Inputs as in forward.
+        """dq, dk, dv of the own rows, summed over ranks; enqueued on `stream`. Inputs as in forward, and its number, so
+        that ranks which come to the calls in different orders are told (0: not known).
 
         Raises:
             TransportError: a rank was lost or stalled, now or in an earlier call.
@@ -317,7 +324,7 @@ class DeviceAttention:
         self._fork(stream, [key_stream])
         slot = self._fill_own(bound, k, v, key_stream)
         self.device.event_record(self._own_event, key_stream)
-        tickets = self._post_gather(bound, slot, work.bwd_gather, key_stream, None)
+        tickets = self._post_gather(bound, slot, work.bwd_gather, key_stream, None, call)
         self._wait_all_sent(self._reduce_tickets, stream)  # peers have read the part buffer's last content
         self._reduce_tickets = []
         # A rank without own rows computes zeros: it may have to pass on sums of others.
@@ -345,7 +352,7 @@ class DeviceAttention:
                 self._fork(on, [side])
                 num_called += 1
             while next_batch < len(work.reduce) and work.reduce_after[next_batch] == call_idx:
-                self._post_reduce(bound, next_batch, side)
+                self._post_reduce(bound, next_batch, side, call)
                 next_batch += 1
         for extra in self._extra:
             self._fork(extra, [stream])
@@ -379,7 +386,7 @@ class DeviceAttention:
             if count:
                 self.device.reserve_sms(0)
 
-    def _post_reduce(self, bound: BoundWork, at: int, side: int) -> None:
+    def _post_reduce(self, bound: BoundWork, at: int, side: int, call: int) -> None:
         assert self.transport is not None
         for earlier in bound.prepared.work.reduce[at].after:
             self.transport.wait(self._reduce_tickets[earlier], side)
@@ -388,7 +395,7 @@ class DeviceAttention:
             with span_of(self.trace, "compute", f"{bound.reduce[at].name}: to pass on", side):
                 for sums in wire_sums:
                     self.device.sum_rows(sums, side)
-        self._reduce_tickets.append(self.transport.post(bound.reduce[at], side))
+        self._reduce_tickets.append(self.transport.post(bound.reduce[at], side, call=call))
 
     def _sum_parts(self, dtype: int, parts: list[int], out: DeviceTensor, stream: int) -> None:
         if len(parts) > MAX_PARTS:
@@ -437,7 +444,7 @@ class DeviceAttention:
         return slot
 
     def _post_gather(
-        self, bound: BoundWork, slot: int, order: Iterable[int], stream: int, ready: ReadyRows | None
+        self, bound: BoundWork, slot: int, order: Iterable[int], stream: int, ready: ReadyRows | None, call: int
     ) -> dict[int, Ticket]:
         """Tickets by position in the gather's batches."""
         tickets: dict[int, Ticket] = {}
@@ -449,7 +456,7 @@ class DeviceAttention:
             after = tuple(tickets[earlier] for earlier in batch.after)
             before, with_it = work.stage_rows[batch.stage : batch.stage + 2]
             word = None if ready is None else (ready.word, before, with_it)
-            tickets[at] = self.transport.post(bound.gather[slot][at], stream, after, word)
+            tickets[at] = self.transport.post(bound.gather[slot][at], stream, after, word, call)
         self._slot_tickets[slot] = list(tickets.values())
         return tickets
 

@@ -19,6 +19,7 @@ import os
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ class IpcTransport(DeviceTransport):
         self._peers: list[dict[str, int]] = [{} for _ in range(num_ranks)]  # by rank: buffer -> address here
         self._copies: dict[int, tuple[Batch, list[tuple[int, Any]]]] = {}  # by id of the batch
         self._tickets: dict[int, Ticket] = {}  # by number modulo NUM_READY_WORDS
+        self._num_alike = 0  # batches that all ranks are known to have posted alike
         self._num_pulled = 0  # batches that were in when the watch last looked
         self._was_raised = self._is_ending = False
         self._is_closed = threading.Event()
@@ -168,6 +170,25 @@ class IpcTransport(DeviceTransport):
         device.event_record(self._in_events[number % NUM_READY_WORDS], self._pull_stream)
         device.write_word(self._pull_stream, self._base + self._page.pulled_offset(self.rank), value)
         self._tickets[number % NUM_READY_WORDS] = ticket
+
+    def _compare(self, ticket: Ticket) -> None:
+        """Whoever comes last to a batch sees what all the others posted there."""
+        self._page.note(ticket.number, zlib.crc32(f"{ticket.call} {ticket.batch.name}".encode()))
+        while self._num_alike <= ticket.number:
+            posted = self._page.who_is_at(self._num_alike)
+            if posted is None:
+                return
+            if len(set(posted.values())) > 1:
+                mine = ticket if ticket.number == self._num_alike else self._tickets[self._num_alike % NUM_READY_WORDS]
+                others = [rank for rank, what in posted.items() if what != posted.get(self.rank)]
+                self._page.fail(
+                    f"rank {self.rank} of {self.num_ranks} is at '{mine.batch.name}' of call {mine.call} and rank "
+                    f"{', '.join(map(str, others))} is not: the ranks do not make the same calls in the same order "
+                    "(has only one of them met an exception?)"
+                )
+                self._page.release(self._num_posts + _FAR)
+                self.check()
+            self._num_alike += 1
 
     def _wait_peer(self, peer: int, number: int, stream: int) -> None:
         self._device.wait_word(stream, self._base + self._page.ready_offset(peer, number), number + 1)

@@ -8,6 +8,7 @@ read why, also after the process that wrote it has ended.
     ready[r][n]    rank r's stream, batch n          streams that copy from r   read the sends of batch n of rank r
     pulled[r]      rank r's stream, after its copies streams of any rank        overwrite sends up to that batch
     status[r]      rank r's stream, after a kernel   -, read by rank r's watch  say that the kernel gave up
+    notes[r][n]    rank r's host, as it posts        -, read by later posts     know that all post the same
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import numpy as np
 
 FAILURE_OFFSET = 0  # of a word that is not 0 once there is a failure: the length of its reason
 NUM_READY_WORDS = 1024  # more than the batches that can be under way: buffers are reused after a few
-_HEAD_BYTES, _RANK_BYTES = 4096, 8192
-_PULLED, _STATUS, _PID, _STARTED, _CLOSED = 4096, 4160, 4224, 4232, 4240  # in a rank's part
+_HEAD_BYTES, _RANK_BYTES = 4096, 16384
+_PULLED, _STATUS, _PID, _STARTED, _CLOSED, _NOTES = 4096, 4160, 4224, 4232, 4240, 8192  # in a rank's part
 _REASON_AT, _MAX_REASON_BYTES = 64, 2048
 _FOLDER = Path("/dev/shm")
 
@@ -35,6 +36,7 @@ class SignalPage:
     Attributes:
         path: the file behind it until `unlink`.
         num_bytes, address: of the mapping, for cudaHostRegister.
+        notes: uint64 [num_ranks, NUM_READY_WORDS]: number + 1 of a batch, and 32 bits of what it is.
     """
 
     def __init__(self, path: Path, rank: int, num_ranks: int, is_new: bool) -> None:
@@ -49,6 +51,8 @@ class SignalPage:
         self._words = self._bytes.view(np.uint32)
         self.address = self._bytes.ctypes.data
         self._words64 = self._bytes.view(np.uint64)
+        by_rank = self._words64[_HEAD_BYTES // 8 :].reshape(num_ranks, -1)
+        self.notes = by_rank[:, _NOTES // 8 :][:, :NUM_READY_WORDS]
         self._words64[(self._base(rank) + _STARTED) // 8] = start_time(os.getpid())
         self._words64[(self._base(rank) + _PID) // 8] = os.getpid()
 
@@ -85,6 +89,19 @@ class SignalPage:
             begin = self._base(rank) // 4
             self._words[begin : begin + NUM_READY_WORDS] = value
             self._words[self.pulled_offset(rank) // 4] = value
+
+    # --- what ranks post -------------------------------------------------------------------------
+
+    def note(self, number: int, what: int) -> None:
+        """This rank posts batch `number`; `what` is 32 bits wide."""
+        self.notes[self.rank, number % NUM_READY_WORDS] = (number + 1) << 32 | what
+
+    def who_is_at(self, number: int) -> dict[int, int] | None:
+        """What each rank posted as batch `number`, without those that are far beyond it; None if one has yet to."""
+        notes = [int(note) for note in self.notes[:, number % NUM_READY_WORDS]]
+        if any(note >> 32 <= number for note in notes):
+            return None
+        return {rank: note & 0xFFFFFFFF for rank, note in enumerate(notes) if note >> 32 == number + 1}
 
     # --- ranks -----------------------------------------------------------------------------------
 

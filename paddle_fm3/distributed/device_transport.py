@@ -52,6 +52,7 @@ class Ticket:
     batch: Batch
     number: int  # of posts before it; the same on every rank
     owner: DeviceTransport = field(repr=False)
+    call: int = 0  # of attention, that it belongs to; the same on every rank
 
 
 class DeviceTransport:
@@ -115,7 +116,12 @@ class DeviceTransport:
         self._checked = {}
 
     def post(
-        self, batch: Batch, stream: int, after: tuple[Ticket, ...] = (), word: tuple[int, int, int] | None = None
+        self,
+        batch: Batch,
+        stream: int,
+        after: tuple[Ticket, ...] = (),
+        word: tuple[int, int, int] | None = None,
+        call: int = 0,
     ) -> Ticket:
         """Enqueues a batch. Every rank posts the same batches, with or without pieces, in the same order.
 
@@ -124,9 +130,10 @@ class DeviceTransport:
             after: tickets whose recvs this batch sends on.
             word: (address, before, after): values to write before anything moves, and once the recvs are in. Work that
                 follows `wait_ready` sees one of them. Only if `raises_words`.
+            call: number of the attention call that the batch belongs to.
 
         Raises:
-            TransportError: misuse, or a failure known by now.
+            TransportError: misuse, or a failure known by now: another rank posts another batch, for one.
         """
         self.check()
         if self._checked.get(id(batch)) is not batch:
@@ -137,8 +144,9 @@ class DeviceTransport:
             self._check_ticket(ticket, "post after")
         if word is not None and not self.raises_words:
             raise TransportError(f"post of {batch.name!r}: {type(self).__name__} cannot write device words")
-        ticket = Ticket(batch, self._num_posts, self)
+        ticket = Ticket(batch, self._num_posts, self, call)
         self._num_posts += 1
+        self._compare(ticket)
         self._post(ticket, stream, after, word)
         for piece in batch.sends:
             self.sent_bytes[piece.peer] += piece.num_bytes
@@ -178,6 +186,9 @@ class DeviceTransport:
         """Frees what the transport holds; everything posted must have run."""
 
     # --- for transports --------------------------------------------------------------------------
+
+    def _compare(self, ticket: Ticket) -> None:
+        """Raises TransportError if a rank is seen to post another batch in the ticket's place, or in one before it."""
 
     def _register(self, sizes: dict[str, int]) -> dict[str, int]:
         raise NotImplementedError

@@ -137,9 +137,10 @@ class _Call:
     deterministic: bool
     trace: DeviceTrace | None = None
 
-    def forward(self, *arguments: Any) -> None:
+    def forward(self, *arguments: Any) -> int:
+        """The forward's number, for its backward."""
         with self._tracing():
-            _guarded(self.attention, self.attention.forward, self.seen.prepared, *arguments)
+            return int(_guarded(self.attention, self.attention.forward, self.seen.prepared, *arguments))
 
     def backward(self, *arguments: Any) -> None:
         with self._tracing():
@@ -234,7 +235,7 @@ class _PlannedAttention(PyLayer):
         lse = paddle.empty([b, h_q, s_local], "float32")  # [b, h_q, s_local]
         tensors = [_device_tensor(x) for x in (q, k, v, out)]
         stream = _paddle.current_stream()
-        call.forward(heads, *tensors, address_of(lse), call.scale, stream)
+        ctx.number = call.forward(heads, *tensors, address_of(lse), call.scale, stream)
         call.watch(call.seen.kept, call.given, (out, lse), stream)
         ctx.call, ctx.heads = call, heads
         ctx.is_wanted = tuple(not x.stop_gradient for x in (q, k, v))
@@ -263,16 +264,16 @@ class _PlannedAttention(PyLayer):
         call.backward(
             ctx.heads, *(_device_tensor(x) for x in (q, k, v, out)), address_of(lse), _device_tensor(dout),
             None if dlse is None else address_of(dlse), *(_device_tensor(x) for x in grads), call.scale,
-            stream, call.deterministic,
+            stream, call.deterministic, ctx.number,
         )  # fmt: skip
         call.watch(NOTHING_KEPT, (), tuple(grads), stream)
         return tuple(grad if is_wanted else None for grad, is_wanted in zip(grads, ctx.is_wanted, strict=True))
 
 
-def _guarded(attention: DeviceAttention, action: Callable[..., None], *arguments: Any) -> None:
+def _guarded(attention: DeviceAttention, action: Callable[..., Any], *arguments: Any) -> Any:
     """An error of this rank ends the transport, so that the others do not wait for it."""
     try:
-        action(*arguments)
+        return action(*arguments)
     except TransportError as error:
         raise CommError(f"context parallelism: {error}") from error
     except BaseException as error:

@@ -45,9 +45,10 @@ class ModelAttention(DeviceAttention):
         self.discarded: list[Any] = []
         self.num_prepared = 0
 
-    def forward(self, *arguments: Any) -> None:
-        super().forward(*arguments)
+    def forward(self, *arguments: Any) -> int:
+        number = super().forward(*arguments)
         self.world.run()
+        return number
 
     def backward(self, *arguments: Any) -> None:
         super().backward(*arguments)
@@ -349,10 +350,13 @@ def test_a_rank_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     class Noting:
         transport = device = trace = None
 
-        def forward(self, *arguments: Any) -> None:
+        def forward(self, *arguments: Any) -> int:
             seen.extend(x for x in arguments if isinstance(x, DeviceTensor))
+            return 7
 
-        backward = forward
+        def backward(self, *arguments: Any) -> None:
+            self.forward(*arguments)
+            assert arguments[-1] == 7, "whose backward it is"
 
     q, k, v = (paddle.to_tensor(np.zeros((1, 0, h, 8), np.float16), stop_gradient=False) for h in (4, 2, 2))
     guard = MaskGuard(FakeDevice(FakeWorld(0)))

@@ -137,6 +137,29 @@ def test_nothing_is_kept_of_masks_that_are_gone() -> None:
         group.close()
 
 
+@pytest.mark.parametrize(("name", "call"), [("sums", 1), ("rows", 2)])
+def test_ranks_that_post_different_things_are_told_at_once(pair: Pair, name: str, call: int) -> None:
+    """Whoever comes last sees it, before anything of the batch is enqueued there; also of two calls that look alike."""
+    zero, one = pair.transports
+    zero.post(batch(0), pair.streams[0], call=1)
+    said = f"^rank 1 of 2 is at '{name}' of call {call} and rank 0 is not: the ranks do not make the same calls in the same "
+    with pytest.raises(TransportError, match=said):
+        one.post(batch(1, name=name), pair.streams[1], call=call)
+    assert pair.world.head(pair.streams[1]) == ""
+    with pytest.raises(TransportError, match=said):
+        zero.check()
+    pair.world.run()  # the stream is let go
+
+
+def test_a_rank_far_ahead_is_compared_all_the_same(pair: Pair) -> None:
+    for number in range(5):
+        pair.transports[0].post(batch(0, name=f"rows {number}"), pair.streams[0])
+    for number in range(4):
+        pair.transports[1].post(batch(1, name=f"rows {number}"), pair.streams[1])
+    with pytest.raises(TransportError, match="^rank 1 of 2 is at 'rows 5' of call 0 and rank 0 is not"):
+        pair.transports[1].post(batch(1, name="rows 5"), pair.streams[1])
+
+
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
