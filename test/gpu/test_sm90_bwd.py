@@ -88,12 +88,13 @@ def test_ring_is_reused(backend: Sm90Backward) -> None:
     run_and_check(backend, wide_case("causal", s=2048, b=6, heads=(32, 32)), torch.bfloat16, has_deterministic=False)
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, 128, (192, 128), 256], ids=str)
 @pytest.mark.parametrize("heads", [(16, 2), (12, 2), (8, 1)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_parts_of_a_group(backend: Sm90Backward, kind: str, heads: tuple[int, int], d: int) -> None:
-    """Few key tiles and many query heads each: up to d = 128 the plan cuts the groups, and fp32 sums of dK and dV meet
-    in memory (test_choices of test/unit/test_sm90_bwd_plan.py has such sizes). Repeats are bitwise equal there, too."""
+def test_parts_of_a_group(backend: Sm90Backward, kind: str, heads: tuple[int, int], d: int | tuple[int, int]) -> None:
+    """Few key tiles and many query heads each: up to d = 128, and at 192/128, the plan cuts the groups, and fp32 sums of dK
+    and dV meet in memory (test_choices of test/unit/test_sm90_bwd_plan.py has such sizes). Repeats are bitwise equal
+    there, too."""
     case = wide_case(kind, s=1500, b=3, heads=heads, d=d)
     inputs, mask = make_inputs(case, torch.bfloat16)
     free = backend.backward(inputs, mask)
@@ -109,9 +110,9 @@ def test_rooms_of_parts_are_reused(backend: Sm90Backward) -> None:
     run_and_check(backend, wide_case("causal", s=8192, b=3, heads=(32, 4)), torch.bfloat16)
 
 
-@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("d", [64, 128, (192, 128), 192, 256], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_deterministic_repeats_bitwise(backend: Sm90Backward, kind: str, d: int) -> None:
+def test_deterministic_repeats_bitwise(backend: Sm90Backward, kind: str, d: int | tuple[int, int]) -> None:
     case = wide_case(kind, s=3000, b=2, heads=(8, 4), d=d)
     inputs, mask = make_inputs(case, torch.bfloat16)
     first = backend.backward(inputs, mask, is_deterministic=True)

@@ -106,14 +106,14 @@ SPOILT_KEYS = HIDDEN_KEYS | {
 
 
 def hidden_keys_inputs(
-    d: int, where: str, tensor: str, bad: str
+    d: tuple[int, int], where: str, tensor: str, bad: str
 ) -> tuple[str, BackwardInputs, BackwardInputs, GpuMask]:
     """Causal documents with hidden keys: (name, inputs, the same with `tensor` spoilt at hidden keys, mask)."""
     s = 1024
     end = np.minimum((np.arange(s) // 250 + 1) * 250, s).astype(np.int32)
     end[HIDDEN_KEYS[where]] = 0
     bounds = np.tile(end[None, None, :, None], (2, 1, 1, 1))
-    case = AttentionCase(f"hidden_keys_d{d}", 2, s, s, 4, 2, d, d, build_mask=lambda: RawMask(bounds, True))
+    case = AttentionCase(f"hidden_keys_d{d}", 2, s, s, 4, 2, *d, build_mask=lambda: RawMask(bounds, True))
     inputs, mask = make_inputs(case, torch.bfloat16)
     spoilt = replace(inputs, **{tensor: getattr(inputs, tensor).clone()})
     getattr(spoilt, tensor)[:, SPOILT_KEYS[where]] = float(bad)
@@ -123,24 +123,24 @@ def hidden_keys_inputs(
 @pytest.mark.parametrize("bad", ["nan", "inf"])
 @pytest.mark.parametrize("tensor", ["k", "v"])
 @pytest.mark.parametrize("where", HIDDEN_KEYS)
-@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("d", [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str)
 class TestHiddenKeysThatAreNotFinite:
     """Padding may hold anything: a hidden pair contributes nothing, whatever its numbers."""
 
-    def test_forward(self, sm90: Sm90, d: int, where: str, tensor: str, bad: str) -> None:
+    def test_forward(self, sm90: Sm90, d: tuple[int, int], where: str, tensor: str, bad: str) -> None:
         name, inputs, spoilt, mask = hidden_keys_inputs(d, where, tensor, bad)
         check_forward(name, inputs, mask, sm90.forward(spoilt.q, spoilt.k, spoilt.v, mask))
 
-    def test_backward(self, backend: Sm90Backward, d: int, where: str, tensor: str, bad: str) -> None:
+    def test_backward(self, backend: Sm90Backward, d: tuple[int, int], where: str, tensor: str, bad: str) -> None:
         name, inputs, spoilt, mask = hidden_keys_inputs(d, where, tensor, bad)
         check_backward(name, inputs, mask, backend.backward(spoilt, mask))
 
 
-def hidden_rows_inputs(tensor: str) -> tuple[BackwardInputs, BackwardInputs, GpuMask]:
+def hidden_rows_inputs(tensor: str, d: tuple[int, int] = (128, 128)) -> tuple[BackwardInputs, BackwardInputs, GpuMask]:
     """Rows 130 to 169 see no key; (inputs, the same with `tensor` NaN there, mask)."""
     s, hidden = 400, slice(130, 170)
     bounds = np.broadcast_to(np.array([130, 170, 0, 0], np.int32), (1, 1, s, 4)).copy()
-    case = AttentionCase("hidden_rows", 1, s, s, 2, 2, 128, 128, build_mask=lambda: RawMask(bounds, False))
+    case = AttentionCase("hidden_rows", 1, s, s, 2, 2, *d, build_mask=lambda: RawMask(bounds, False))
     inputs, mask = make_inputs(case, torch.bfloat16)
     spoilt = replace(inputs, **{tensor: getattr(inputs, tensor).clone()})
     getattr(spoilt, tensor)[(slice(None), slice(None), hidden) if tensor == "dlse" else (slice(None), hidden)] = float(
@@ -155,10 +155,11 @@ def test_hidden_rows_with_nan_queries(sm90: Sm90) -> None:
     check_forward("hidden_rows", inputs, mask, sm90.forward(spoilt.q, spoilt.k, spoilt.v, mask))
 
 
+@pytest.mark.parametrize("d", [(128, 128), (192, 128), (192, 192), (256, 256)], ids=str)
 @pytest.mark.parametrize("tensor", ["q", "dout", "dlse"])
-def test_hidden_rows_with_nan_gradients(backend: Sm90Backward, tensor: str) -> None:
+def test_hidden_rows_with_nan_gradients(backend: Sm90Backward, tensor: str, d: tuple[int, int]) -> None:
     """A row that sees no key has gradient 0 and adds nothing, even if its query or its gradient is NaN."""
-    inputs, spoilt, mask = hidden_rows_inputs(tensor)
+    inputs, spoilt, mask = hidden_rows_inputs(tensor, d)
     check_backward("hidden_rows", inputs, mask, backend.backward(spoilt, mask))
 
 

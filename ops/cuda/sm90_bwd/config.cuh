@@ -32,8 +32,9 @@ constexpr int kNumThreads = 384;  // warpgroup 0: loader, writer, counter, conve
 constexpr int kLoaderWarp = 0, kWriterWarp = 1, kCounterWarp = 2;  // 3: converter
 // 128 * 24 + 256 * 240 = 64512 = 384 * 168, what the launch hands out.
 constexpr int kHelperRegs = 24, kConsumerRegs = 240;
-constexpr int kStepBarrier = 1;   // named barrier of the two consumer warpgroups
-constexpr int kGroupBarrier = 2;  // and 3: of each of them
+constexpr int kStepBarrier = 1;    // named barrier of the two consumer warpgroups
+constexpr int kGroupBarrier = 2;   // and 3: of each of them
+constexpr int kDsFreeBarrier = 4;  // and 5: each of them has read dS
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr uint32_t kAllLanes = 0xFFFFFFFF;
 
@@ -76,7 +77,22 @@ struct Config {
   static_assert(kDim % 64 == 0 && kDimV % 64 == 0, "tiles are panels of 64 columns");
 };
 
-// d > 128: dK and dV of 64 keys need 512 registers a thread of one warpgroup, so each consumer
+// 192/128: 64 of 128 keys a warpgroup as well, in the order of consumer_tall.cuh.
+template <class T_, int kDim_, int kDimV_>
+struct TallConfig {
+  using T = T_;
+  static constexpr bool kSplitsColumns = false;
+  static constexpr int kDim = kDim_;
+  static constexpr int kDimV = kDimV_;
+  static constexpr int kBlockK = 128;
+  static constexpr int kQStages = 2,
+                       kDoutStages = 1;  // what fits: dO is given back early in a step
+  static constexpr int kDsBuffers = 1;
+  static constexpr int kDqParts = 1;
+  static_assert(kDim == 192 && kDimV == 128, "registers and shared memory are counted for these");
+};
+
+// Other d > 128: dK and dV of 64 keys need 512 registers a thread of one warpgroup, so each consumer
 // warpgroup owns half of the columns of dK, dV and dQ, and half of the rows of S and dP.
 template <class T_, int kDim_, int kDimV_>
 struct WideConfig {
@@ -104,9 +120,11 @@ struct Sizes {
   static constexpr int kUnitPieces = kUnitBlocks / (2 * kPiecePairs);
   static constexpr int kPieces = 8 * kUnitPieces;             // of a part
   static constexpr int kPieceFloats = kPartFloats / kPieces;  // what a converter fetches
-  // [16 rows, 64 columns] of a part are one unit or two: they leave by TMA.
-  static constexpr bool kTilesUnits = kUnitBlocks == 8 || kUnitBlocks == 4;
-  static constexpr int kTileUnits = 8 / kUnitBlocks;
+  // [16 rows, 64 columns] of a part are one unit, two of them, or, of 12 blocks, the first 8 of one unit or the
+  // last 4 of two: they leave by TMA.
+  static constexpr bool kSharesPanel = kUnitBlocks == 12;
+  static constexpr bool kTilesUnits = kUnitBlocks == 8 || kUnitBlocks == 4 || kSharesPanel;
+  static constexpr int kTileUnits = kUnitBlocks == 8 ? 1 : 2;
   static constexpr int kDqArrivals = kNumConsumerWarps / C::kDqParts;
 };
 
@@ -128,6 +146,7 @@ struct Sizes {
 //                                                                           q, dout; at a tile's end: stage dV, dK there
 // kGroupBarrier + g 128             warpgroup g       warpgroup g           store what it staged; overwrite it; read
 //                                                                           cleared rows of v
+// kDsFreeBarrier + g 256            warpgroup g       the other warpgroup   overwrite its half of ds (192/128: one buffer)
 // Only d <= 128 stages dV and dK: of a tile's last dout and q the first warp of each group signals *_empty in
 // the next tile, when TMA has read them.
 template <class C>
@@ -157,8 +176,7 @@ struct alignas(1024) Smem {
 // from tile to tile: V is last needed half a step before K is, so the next K, needed first, comes early.
 template <class C>
 struct KvPlaces {
-  static constexpr bool kSwaps = !C::kSplitsColumns;
-  static_assert(!kSwaps || C::kDim == C::kDimV);
+  static constexpr bool kSwaps = !C::kSplitsColumns && C::kDim == C::kDimV;
   static constexpr uint32_t kSecond = C::kBlockK * C::kDim;
   __device__ __forceinline__ static uint32_t k(uint32_t num_kv) {
     return kSwaps ? (num_kv & 1) * kSecond : 0;

@@ -5,6 +5,7 @@
 // accumulator order: 8 units [unit blocks][32 lanes] of float4. Unit u, block, lane:
 //     columns of the part: (u / 4) * half of them + 8 * block + 2 * (lane % 4) + {0, 1}
 //     of row 16 * (u % 4) + lane / 4 (x y) and of the row 8 below (z w)
+// At 192/128 half u / 4 has columns [64 (u / 4), + 64) in blocks 0 to 7 and [128 + 32 (u / 4), + 32) in the others.
 // so that consumers store without bank conflicts and the bulk copies see flat arrays. The ring holds
 // one sum a part, in the same order.
 //

@@ -16,8 +16,11 @@ __device__ __forceinline__ void convert_piece(const KernelArgs& args, const floa
   constexpr int kPairs = Sizes<C>::kPiecePairs;
   const int32_t lane = threadIdx.x % 32;
   const int32_t unit_idx = piece_idx / Sizes<C>::kUnitPieces;
-  const int32_t d_begin = (event.part_idx * 2 + unit_idx / 4) * Sizes<C>::kUnitBlocks * 8 +
-                          piece_idx % Sizes<C>::kUnitPieces * (kPairs * 16);
+  const int32_t piece = piece_idx % Sizes<C>::kUnitPieces;
+  const int32_t d_begin =
+      Sizes<C>::kSharesPanel
+          ? (piece < 2 ? unit_idx / 4 * 64 + piece * 32 : 128 + unit_idx / 4 * 32)
+          : (event.part_idx * 2 + unit_idx / 4) * Sizes<C>::kUnitBlocks * 8 + piece * (kPairs * 16);
   const int32_t q_idx = event.q_tile_idx * kBlockQ + unit_idx % 4 * 16 + lane / 4;
   T* const row = static_cast<T*>(args.dq) + event.b_idx * args.stride_dq.b +
                  event.h_q_idx * args.stride_dq.h + q_idx * args.stride_dq.s + d_begin;
@@ -118,11 +121,16 @@ __device__ __forceinline__ void convert_tiles(const KernelArgs& args, Smem<C>& s
                                               bool needs_zeros) {
   using T = typename C::T;
   using S = Sizes<C>;
-  constexpr int kTileBytes = 16 * 64 * 4, kTiles = 8 / S::kTileUnits;
+  constexpr int kTileBytes = 16 * 64 * 4, kTiles = S::kPartFloats * 4 / kTileBytes;
+  constexpr int kPartBytes = kTileBytes / S::kTileUnits;
   static_assert(kTiles % 4 == 0 && kBackBuffers == 6 && S::kPieceFloats * 8 == kTileBytes);
   static_assert(offsetof(Smem<C>, dq_back) % 1024 == 0, "TMA's swizzle goes by addresses");
   const bool is_leader = threadIdx.x % 32 == 0;
   const auto unit = [&](int32_t tile, int part) {  // of the tile's columns
+    if constexpr (S::kSharesPanel) {
+      return tile < 8 ? gmem_sum + tile * S::kUnitFloats + part * (kPartBytes / 4)
+                      : gmem_sum + (tile - 8 + 4 * part) * S::kUnitFloats + 8 * 128;
+    }
     return gmem_sum + (tile + 4 * part) * S::kUnitFloats;
   };
   const auto fetch = [&](int32_t tile) {
@@ -130,8 +138,7 @@ __device__ __forceinline__ void convert_tiles(const KernelArgs& args, Smem<C>& s
     ptx::mbar_arrive_expect_tx(full, kTileBytes);
 #pragma unroll
     for (int part = 0; part < S::kTileUnits; ++part) {
-      ptx::bulk_load(smem.dq_back[2 * (tile & 1) + part], unit(tile, part), S::kUnitFloats * 4,
-                     full);
+      ptx::bulk_load(smem.dq_back[2 * (tile & 1) + part], unit(tile, part), kPartBytes, full);
     }
   };
   if (is_leader) fetch(0), fetch(1);
@@ -155,7 +162,7 @@ __device__ __forceinline__ void convert_tiles(const KernelArgs& args, Smem<C>& s
     if (needs_zeros) {
 #pragma unroll
       for (int part = 0; part < S::kTileUnits; ++part) {
-        clear_blocks<S::kUnitBlocks>(unit(tile, part));
+        clear_blocks<kPartBytes / 512>(unit(tile, part));
       }
     }
   }

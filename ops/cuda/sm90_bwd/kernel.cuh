@@ -3,6 +3,7 @@
 #pragma once
 
 #include "consumer.cuh"
+#include "consumer_tall.cuh"
 #include "consumer_wide.cuh"
 #include "dq_convert.cuh"
 #include "loader.cuh"
@@ -67,6 +68,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     ptx::reg_alloc<kConsumerRegs>();
     if constexpr (C::kSplitsColumns) {
       run_wide_consumer<C>(args, smem, group_idx - 1);
+    } else if constexpr (C::kDim == 192) {
+      run_tall_consumer<C>(args, smem);
     } else {
       run_consumer<C>(args, smem, group_idx - 1);
     }

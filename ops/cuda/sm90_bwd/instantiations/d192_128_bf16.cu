@@ -3,5 +3,5 @@
 
 namespace fm3::sm90_bwd {
 extern const BwdKernel kBwdD192V128Bf16 =
-    make_kernel<WideConfig<__nv_bfloat16, 192, 128>>(DType::kBFloat16);
+    make_kernel<TallConfig<__nv_bfloat16, 192, 128>>(DType::kBFloat16);
 }

@@ -3,5 +3,5 @@
 
 namespace fm3::sm90_bwd {
 extern const BwdKernel kBwdD192V128Fp16 =
-    make_kernel<WideConfig<__half, 192, 128>>(DType::kFloat16);
+    make_kernel<TallConfig<__half, 192, 128>>(DType::kFloat16);
 }
