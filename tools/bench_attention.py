@@ -33,7 +33,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--impl", action="append", default=[], help="fm3 or a peer; may be repeated (default: all)")
     parser.add_argument("--dtype", action="append", default=[], help="float32, bfloat16, float16; may be repeated")
     parser.add_argument("--repeats", type=int, help="timings of each call")
-    parser.add_argument("--rounds", type=int, help="GPU: blocks of timings of each call, in turned order (default: 3)")
+    parser.add_argument("--rounds", type=int, help="GPU: blocks of timings of each call, in turned order (default: 2)")
     parser.add_argument("--threads", type=int, help="CPU threads of every impl (default: all usable cores)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="append the records to this file, one a line")
     parser.add_argument("--commit", help="of the measured tree, where it is a copy without git")

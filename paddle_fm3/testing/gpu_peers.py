@@ -78,19 +78,17 @@ class Fm3(Attention):
     """The C ABI with prepared schedules, as every layer but a mask's first runs it. Nothing is allocated a call."""
 
     def __init__(self, problem: Problem, library: Any, *, is_deterministic: bool = False) -> None:
-        case, inputs = problem.case, (problem.q, problem.k, problem.v)
+        case, mask, inputs = problem.case, problem.mask, (problem.q, problem.k, problem.v)
         self._forward, self._backward = Sm90(library), Sm90Backward(library)
         out = torch.full_like(problem.dout, float("nan"))
         lse = torch.full((case.b, case.h_q, case.s_q), float("nan"), device="cuda")
-        schedule = self._forward.build_schedule(problem.mask)
-        self._fwd_params = self._forward.forward_params(*inputs, problem.mask, out, lse, schedule=schedule)
-        self._lists = self._backward.build_schedule(problem.mask)
+        schedule = self._forward.build_schedule(mask)
+        self._fwd_params = self._forward.forward_params(*inputs, mask, out, lse, schedule=schedule)
+        self._lists = lists = self._backward.build_schedule(mask)
         self._held = [schedule, self._forward.prepare(self._fwd_params)]
-        self._saved = BackwardInputs(*inputs, out, lse, problem.dout)
-        self._grads = self._backward.empty_gradients(self._saved)
-        self._bwd_params = self._backward.params(
-            self._saved, problem.mask, self._grads, is_deterministic=is_deterministic, lists=self._lists
-        )
+        self._saved = saved = BackwardInputs(*inputs, out, lse, problem.dout)
+        self._grads = grads = self._backward.empty_gradients(saved)
+        self._bwd_params = self._backward.params(saved, mask, grads, is_deterministic=is_deterministic, lists=lists)
         self._held.append(self._backward.prepare(self._bwd_params))
 
     @property

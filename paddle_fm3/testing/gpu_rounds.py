@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the GPU benchmark comes from blocks of timed calls to a figure: every call in several rounds, in turned order.
 
-At its power limit a chip's clock swings: the limiter overshoots, and a block of calls sees a part of the swing only
-(one kernel stood at 1,305 to 1,480 MHz in blocks of 0.12 s, 608 to 730 W). A figure is therefore the median over all
-timed calls of all rounds. The rounds of a call have equally many calls, so one that met a trough lies beyond the
-median of three, as it would with a median of the rounds' medians; and p10 and p90 are of the same calls.
+At its power limit a chip's clock swings: some 0.9 s too fast (730 W of 700), then 0.2 to 0.4 s too slow, and again. On
+the clock of one H200 in 3.5 s of an 8K document forward (test/unit/test_gpu_rounds.py), the ratio of two calls is off
+by up to 14 % (3.6 % on average over where it begins) with a block of 0.12 s each, by 4.3 % (1.2 %) with three of 0.25
+s, by 1.1 % (0.5 %) with two of 1 s, about a swing each.
+A figure is the median over all timed calls of all rounds: the rounds of a call have equally many calls,
+so each counts the same, and p10 and p90, which show the swing, are of the same calls.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing import Any, TypeVar
 
 from paddle_fm3.testing.bench import Record, TimingStats
 
-ROUNDS = 3
+ROUNDS = 2
+HEATING_S = 0.5  # by the timed call itself, ahead of every block
+TIMED_S = 1.0
 LONG_CALL_MS = 500.0  # calls of this length average over the swing themselves: one round of them
 
 Call = Callable[[], Any]

@@ -16,12 +16,10 @@ import torch
 from paddle_fm3.testing.bench import TimingStats
 from paddle_fm3.testing.gpu_clock import ClockStamps
 from paddle_fm3.testing.gpu_power import PowerLog
-from paddle_fm3.testing.gpu_rounds import Block, Call
+from paddle_fm3.testing.gpu_rounds import HEATING_S, TIMED_S, Block, Call
 
-HEATING_S = 0.5  # by the timed call itself, ahead of every block
-TIMED_S = 0.25
 _ESTIMATE_S = 0.05  # of the first heating: calls that are waited for; others are enqueued in front of the timed ones
-MIN_CALLS, MAX_CALLS = 3, 100  # timed in a block
+MIN_CALLS, MAX_CALLS = 3, 400  # timed in a block
 _WAIT_CYCLES = 2_000_000  # about a millisecond: longer than the host takes to enqueue a call
 _FLUSH_BYTES = 256 << 20  # several times the L2
 

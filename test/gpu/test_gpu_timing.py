@@ -41,6 +41,6 @@ def test_every_timed_call_has_its_clock(matrix: torch.Tensor) -> None:
 
 
 def test_long_calls_are_few(matrix: torch.Tensor) -> None:
-    cycles = int(250e6)  # 120 ms or more
+    cycles = int(1000e6)  # half a second or more
     assert len(time_block(lambda: torch.cuda._sleep(cycles)).times_ms) == MIN_CALLS
-    assert len(time_block(lambda: torch.cuda._sleep(cycles), repeats=2).times_ms) == 2
+    assert len(time_block(lambda: torch.cuda._sleep(cycles), repeats=1).times_ms) == 1
