@@ -85,7 +85,7 @@ class Fm3(Attention):
         schedule = self._forward.build_schedule(mask)
         self._fwd_params = self._forward.forward_params(*inputs, mask, out, lse, schedule=schedule)
         self._lists = lists = self._backward.build_schedule(mask)
-        self._held = [schedule, self._forward.prepare(self._fwd_params)]
+        self._held = [schedule, self._forward.prepare(self._fwd_params), mask]
         self._saved = saved = BackwardInputs(*inputs, out, lse, problem.dout)
         self._grads = grads = self._backward.empty_gradients(saved)
         self._bwd_params = self._backward.params(saved, mask, grads, is_deterministic=is_deterministic, lists=lists)
