@@ -58,8 +58,8 @@ constexpr bool has_lists(int32_t block_k) {
 struct MaskLists {
   int32_t num_q_tiles, num_q_chunks;  // ceil(s_q / kBlockQ), ceil(num_q_tiles / 32)
   int32_t num_hulls;                  // ceil(s_k / kHullK)
-  KeyRows*
-      bounds;  // [num_masks, num_hulls * kHullK] rows hidden from a key, everything for keys past s_k
+  // Rows hidden from each key, everything for keys past s_k: [num_masks, num_hulls * kHullK].
+  KeyRows* bounds;
   int32_t num_tile_lists;
   TileLists tiles[kNumBlockKs];
 };

@@ -7,7 +7,7 @@
 namespace fm3::sm90_bwd {
 
 constexpr int kBlockQ = 64;              // rows of a step
-constexpr int kHullK = sm90::kHullCols;  // keys of one hull
+constexpr int kHullK = sm90::kHullCols;  // bounds are padded to a multiple
 
 using sm90::larger, sm90::smaller;
 
