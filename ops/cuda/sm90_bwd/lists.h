@@ -44,8 +44,7 @@ struct TileLists {
   Visitors* visitors;       // [num_masks, num_k_words, num_q_tiles]
   int32_t* visits;          // [num_masks, num_q_tiles] visiting key tiles
   int32_t* shared_rows;     // [num_masks] row tiles with more than one visitor
-  TilePair*
-      sample_rows;  // [num_masks, num_k_tiles] row tile after kSampleStep steps up, down; scratch
+  TilePair* sample_rows;    // [num_masks, num_k_tiles] row tile after kSampleStep steps up, down
 };
 
 // Sizes of key tiles that the kernels have.
