@@ -39,6 +39,10 @@ __device__ __forceinline__ uint64_t wgmma_desc_mn(uint32_t smem_address, uint32_
   return swizzle | (uint64_t{group_bytes >> 4} << 32) | (uint64_t{panel_bytes >> 4} << 16) |
          ((smem_address & 0x3FFFF) >> 4);
 }
+// B operand of rows of 16 bytes, 8 rows of a group one after the other: both halves of its k step are these.
+__device__ __forceinline__ uint64_t wgmma_desc_rows16(uint32_t smem_address) {
+  return (uint64_t{128 >> 4} << 32) | ((smem_address & 0x3FFFF) >> 4);
+}
 // Only the low half changes (addresses stay below 2^18), so no carry is computed.
 __device__ __forceinline__ uint64_t advance(uint64_t desc, uint32_t bytes) {
   const auto low = static_cast<uint32_t>(desc) + (bytes >> 4);

@@ -157,11 +157,16 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
     *pointer = reinterpret_cast<Element*>(base + offset);
     offset = sm90::align_up(offset + count * int64_t{sizeof(Element)}, 256);
   };
+  const auto take_bytes = [&](void** pointer, int64_t bytes) {
+    *pointer = base + offset;
+    offset = sm90::align_up(offset + bytes, 256);
+  };
   take(&args->walks, num_masks);
   take(&args->plan, 1);
   take(&args->items, num_items);
-  take(&args->lse_log2, num_rows);
-  take(&args->minus_delta, num_rows);
+  const int64_t row_bytes = num_rows * (kernel.packs_rows ? sizeof(RowPieces) : sizeof(float));
+  take_bytes(&args->lse, row_bytes);
+  take_bytes(&args->minus_delta, row_bytes);
   const int64_t ring_floats = ring_tiles * kBlockQ * kernel.dim_qk;
   // In a fixed order the first part of a sum is stored, not added.
   if (params.is_deterministic) take(&args->dq_ring, ring_floats);
@@ -183,6 +188,7 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   args->num_q_tiles = static_cast<int32_t>(num_q_tiles);
   args->num_k_tiles = static_cast<int32_t>(num_k_tiles);
   in->dq_parts = kernel.dq_parts;
+  in->packs_rows = kernel.packs_rows;
   return offset;
 }
 

@@ -26,7 +26,7 @@ from gpu_support import (  # noqa: E402
 from paddle_fm3 import _native  # noqa: E402
 from paddle_fm3.testing.cases import AttentionCase  # noqa: E402
 from paddle_fm3.testing.gpu_call import GpuMask, Sm90, Sm90Error  # noqa: E402
-from paddle_fm3.testing.gpu_call_bwd import BackwardInputs, Gradients, Sm90Backward  # noqa: E402
+from paddle_fm3.testing.gpu_call_bwd import BackwardInputs, Gradients, Sm90Backward, reference_forward  # noqa: E402
 from paddle_fm3.testing.hostile_cases import HOSTILE_CASES, hostile_case  # noqa: E402
 
 pytestmark = needs_sm90
@@ -159,6 +159,46 @@ def test_a_thousand_deterministic_runs_are_equal(backend: Sm90Backward) -> None:
     for repeat in range(1000):
         again = backend.backward(inputs, mask, is_deterministic=True, lists=lists if repeat % 2 else None)
         assert all(torch.equal(x, y) for x, y in zip(first, values(again), strict=True)), f"repeat {repeat} differs"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("scale", [-0.1, 1.0, 1e-4, 1e-30, -1e-37, 0.0])
+def test_scales(backend: Sm90Backward, scale: float, d: int, dtype: str) -> None:
+    """Up to d = 128 lse is divided by the scale (test/unit/test_sm90_bwd_rows.py)."""
+    run_and_check(backend, replace(wide_case("window", s=700, d=d), softmax_scale=scale), DTYPES[dtype])
+
+
+@pytest.mark.parametrize("kind", ["full", "documents", "causal"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_rows_whose_lse_are_far_apart(backend: Sm90Backward, d: int, kind: str) -> None:
+    """A row tile that takes the lse of another one shows in every element. Each CTA has one or two key tiles here: at
+    its start all stages are free, and the loader is as far ahead as it can be."""
+    case = wide_case(kind, s=2048, b=1, heads=(8, 8), d=d)
+    inputs, mask = make_inputs(case, torch.bfloat16)
+    size = torch.tensor([1, 8, 0.125], device="cuda").repeat_interleave(64).repeat(11)[:2048]
+    q = inputs.q * size[:, None, None].to(torch.bfloat16)
+    out, lse = reference_forward(q, inputs.k, inputs.v, mask)
+    inputs = replace(inputs, q=q, out=out, lse=lse)
+    check_backward(case.name, inputs, mask, *(backend.backward(inputs, mask) for _ in range(10)))
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_what_nan_in_lse_and_dlse_reaches(backend: Sm90Backward, d: int) -> None:
+    """Its row, and the keys that the row sees; from delta nothing gets into dV."""
+    case = wide_case("causal", s=512, b=1, heads=(2, 2), d=d)
+    inputs, mask = make_inputs(case, torch.bfloat16)
+    lse, dlse = inputs.lse.clone(), torch.zeros_like(inputs.lse)
+    lse[0, 0, 200] = float("nan")
+    dlse[0, 1, 300] = float("nan")
+    got = backend.backward(replace(inputs, lse=lse, dlse=dlse), mask)
+    for head, row in ((0, 200), (1, 300)):
+        is_row = torch.arange(512, device="cuda") == row
+        assert torch.equal(got.dq[0, :, head].isnan().all(1), is_row)
+        assert torch.equal(got.dq[0, :, head].isnan().any(1), is_row)
+        assert bool(got.dk[0, : row + 1, head].isnan().all())
+        assert bool(got.dv[0, : row + 1, head].isnan().all()) is (head == 0)
+    assert not got.dv[0, :, 1].isnan().any() and not got.dv[0, 201:, 0].isnan().any()
 
 
 def test_strided(backend: Sm90Backward) -> None:

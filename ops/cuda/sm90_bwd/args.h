@@ -8,6 +8,7 @@
 
 #include "fm3/params.h"
 #include "lists.h"
+#include "row_pieces.h"
 
 namespace fm3::sm90_bwd {
 
@@ -46,8 +47,9 @@ struct KernelArgs {
   int32_t* walks;      // [b, h_mask] of type Walk
   WorkPlan* plan;      // of all lists; the first one's visits decide
   TileInfo* items;     // [at most b * h_q * num_k_tiles] in the order of work
-  float* lse_log2;     // [b, h_q, num_q_tiles * kBlockQ]; +inf in a hidden row
-  float* minus_delta;  // likewise, dlse - sum(dO * O)
+  // [b, h_q, num_q_tiles * kBlockQ] of RowPieces if packs_rows, else of float:
+  void* lse;          // score_start; or lse in log2, +inf in a hidden row
+  void* minus_delta;  // dlse - sum(dO * O)
   // All zero at first (of dq_ring, in a fixed order, nothing is asked):
   int32_t* next_work;
   int32_t *next_finished, *next_conversion;  // places in `finished`: to fill, to convert
@@ -73,6 +75,7 @@ struct PrepareArgs {
   const float* dlse;  // [b, h_q, s_q]; may be nullptr
   Strides stride_out, stride_dout;
   int32_t dq_parts;
+  bool packs_rows;
   void* zeroed;  // the part of the workspace that must be zero
   int64_t zeroed_bytes;
 };
@@ -94,6 +97,7 @@ struct BwdKernel {
   int32_t block_k;   // keys of a work item
   int32_t dq_parts;  // sums a row tile has in the ring
   bool sums_parts;   // whether a group of query heads may be cut, see kv_sum.cuh
+  bool packs_rows;   // lse and delta come as RowPieces
   cudaError_t (*launch)(const KernelArgs& args, int32_t num_ctas, cudaStream_t stream);
 };
 

@@ -16,6 +16,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../wgmma.cuh"
 #include "args.h"
@@ -26,7 +27,7 @@ using ptx::Barrier;
 
 constexpr int kNumInfo = 8;      // steps remembered; > C::kQStages + what the dQ writer may lag
 constexpr int kNumEvents = 8;    // added dQ parts waiting to be counted
-constexpr int kBackBuffers = 6;  // for pieces of a finished dQ sum, see dq_convert.cuh
+constexpr int kBackBuffers = 5;  // for pieces of a finished dQ sum, see dq_convert.cuh
 constexpr int kNumConsumerWarps = 8;
 constexpr int kNumThreads = 384;  // warpgroup 0: loader, writer, counter, converter; 1, 2: products
 constexpr int kLoaderWarp = 0, kWriterWarp = 1, kCounterWarp = 2;  // 3: converter
@@ -35,7 +36,6 @@ constexpr int kHelperRegs = 24, kConsumerRegs = 240;
 constexpr int kStepBarrier = 1;    // named barrier of the two consumer warpgroups
 constexpr int kGroupBarrier = 2;   // and 3: of each of them
 constexpr int kDsFreeBarrier = 4;  // and 5: each of them has read dS
-constexpr float kLog2E = 1.4426950408889634f;
 constexpr uint32_t kAllLanes = 0xFFFFFFFF;
 
 // One step: written by the loader, read by consumers and the dQ writer.
@@ -72,6 +72,10 @@ struct Config {
   // Q is needed half a step earlier than dO (for the next S) and released half a step later (after
   // dK): two stages would leave its load less time than it takes.
   static constexpr int kQStages = 3, kDoutStages = 2;
+  static constexpr bool kPacksRows = true;  // lse and delta are operands of products
+  // Two stages of lse are enough: who releases Q of step i - 1 has P of step i. Only at a CTA's start, where
+  // nothing has been released, the loader waits for it.
+  static constexpr int kLseStages = 2;
   static constexpr int kDsBuffers = 2;
   static constexpr int kDqParts = 1;
   static_assert(kDim % 64 == 0 && kDimV % 64 == 0, "tiles are panels of 64 columns");
@@ -87,6 +91,8 @@ struct TallConfig {
   static constexpr int kBlockK = 128;
   static constexpr int kQStages = 2,
                        kDoutStages = 1;  // what fits: dO is given back early in a step
+  static constexpr bool kPacksRows = false;
+  static constexpr int kLseStages = kQStages;
   static constexpr int kDsBuffers = 1;
   static constexpr int kDqParts = 1;
   static_assert(kDim == 192 && kDimV == 128, "registers and shared memory are counted for these");
@@ -102,10 +108,16 @@ struct WideConfig {
   static constexpr int kDimV = kDimV_;
   static constexpr int kBlockK = 64;
   static constexpr int kQStages = 2, kDoutStages = kDim + kDimV > 384 ? 1 : 2;  // what fits
+  static constexpr bool kPacksRows = false;
+  static constexpr int kLseStages = kQStages;
   static constexpr int kDsBuffers = 1;
   static constexpr int kDqParts = 2;  // staged one after the other: 32 KB hold one
   static_assert(kDim % 64 == 0 && kDimV % 64 == 0, "tiles are panels of 64 columns");
 };
+
+// lse or delta of a row, in global and in shared memory.
+template <class C>
+using RowValue = std::conditional_t<C::kPacksRows, RowPieces, float>;
 
 // Derived sizes.
 template <class C>
@@ -134,7 +146,7 @@ struct Sizes {
 // k_full, v_full    1 + bytes       loader (TMA)      consumers             read k, v
 // k_empty, v_empty  8               consumers         loader                overwrite k, v: d <= 128 next V, K
 // q_full[.]         1 + bytes       loader (TMA)      consumers             read q, lse, info
-// q_empty[.]        8               consumers         loader                overwrite q, lse
+// q_empty[.]        8               consumers         loader                overwrite q, and lse of two steps later
 // dout_full[.]      1 + bytes       loader (TMA)      consumers             read dout, minus_delta, bounds
 // dout_empty[.]     8               consumers         loader                overwrite dout, minus_delta
 // dq_full           8 / parts       consumers         writer                read dq
@@ -159,8 +171,8 @@ struct alignas(1024) Smem {
   float dq_back[kBackBuffers][Sizes<C>::kPieceFloats];            // pieces of a finished sum
   typename C::T p[C::kSplitsColumns ? C::kBlockK * kBlockQ : 8];  // P^T, if both warpgroups need it
   int4 bounds[2][C::kBlockK];
-  float lse_log2[C::kQStages][kBlockQ];
-  float minus_delta[C::kDoutStages][kBlockQ];
+  RowValue<C> lse[C::kLseStages][kBlockQ];
+  RowValue<C> minus_delta[C::kDoutStages][kBlockQ];
   StepInfo info[kNumInfo];
   TileInfo tile[2];
   DqEvent event[kNumEvents];

@@ -3,12 +3,16 @@
 // the columns of dQ, for which both halves of dS meet in shared memory once a step.
 //
 // Order of one step i. Both warpgroups run in step: they meet once a step, twice more at a tile's end.
-//     P_i = exp2(S_i scale - lse)                    while dQ_{i-1} and dK_{i-1} run
-//     stage dQ_{i-1}, load delta, hand dQ_{i-1} over | issue dP_i (on top of -delta), dV_i
-//     dS_i = P_i dP_i, store                         while dV_i runs
-//     issue S_{i+1}, load lse | meet | issue dQ_i, dK_i
-// Floors of a step at d = 128, in cycles: 2560 of the tensor cores, 3300 of shared memory, 2000 for
-// the reduction to read its 32 KB. results/sm90_bwd.md has what other orders took.
+//     issue dP_i, dV_i (P from registers)
+//     dS_i = P_i dP_i, store, meet                  while dV_i runs
+//     issue S_{i+1}, dQ_i, dK_i (dS from registers)
+//     P_{i+1} = exp2(S_{i+1} scale)                 while dQ_i and dK_i run
+//     stage dQ_i and hand it over                   while dK_i runs
+// S and dP begin at what lse and delta take from them (row_pieces.h), 16 columns of depth more.
+// Nothing is in flight twice a step, behind dV and behind dK: ptxas keeps registers that a product reads until
+// then, so P and dS share theirs. Without, it finds 240 too few and serializes every product.
+// Floors of a step at d = 128, in cycles: 2690 of the tensor cores, 2980 of shared memory, 2000 for the reduction
+// to read its 32 KB. results/sm90_bwd.md has what other orders took.
 #pragma once
 
 #include <type_traits>
@@ -41,46 +45,6 @@ __device__ __forceinline__ void gemm_from_registers(float (&d)[N / 2], const uin
   for (int k_step = 0; k_step < 4; ++k_step) {
     ptx::Wgmma<N, T, false, true>::rs(d, a[4 * k_step], a[4 * k_step + 1], a[4 * k_step + 2],
                                       a[4 * k_step + 3], ptx::advance(desc_b, k_step * 2048), 1);
-  }
-}
-
-// Scores that the bounds hide become -inf. x[4 j + 2 i + e]: key i of the thread's two, row
-// q_first + 8 j + e.
-template <int kBlocks>
-__device__ __forceinline__ void hide(float (&x)[4 * kBlocks], const int4* bounds, int32_t q_first,
-                                     int32_t s_q) {
-  const int4 rows[2] = {bounds[0], bounds[8]};
-  const bool is_simple = shows_one_interval(rows[0].y, rows[0].z, s_q) &&
-                         shows_one_interval(rows[1].y, rows[1].z, s_q);
-  if (__all_sync(kAllLanes, is_simple)) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int32_t begin = rows[i].w - q_first;
-      const uint32_t size = max(rows[i].x - rows[i].w, 0);
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (static_cast<uint32_t>(8 * j + e - begin) >= size) x[4 * j + 2 * i + e] = -INFINITY;
-        }
-      }
-    }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int32_t lt_begin = rows[i].x - q_first, ut_begin = rows[i].z - q_first;
-    const uint32_t lt_rows = rows[i].y - rows[i].x, ut_rows = rows[i].w - rows[i].z;
-#pragma unroll
-    for (int j = 0; j < kBlocks; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int32_t q = 8 * j + e;
-        const bool is_hidden = static_cast<uint32_t>(q - lt_begin) < lt_rows ||
-                               static_cast<uint32_t>(q - ut_begin) < ut_rows;
-        if (is_hidden) x[4 * j + 2 * i + e] = -INFINITY;
-      }
-    }
   }
 }
 
@@ -166,44 +130,59 @@ __device__ __forceinline__ void store_zeros(const volatile TileInfo& tile, int32
   }
 }
 
-// Of a step's 64 rows the 16 values that belong to the thread's scores.
-__device__ __forceinline__ void load_rows(float2 (&values)[8], const float* rows) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    values[j] = *reinterpret_cast<const float2*>(rows + 8 * j + 2 * (threadIdx.x % 4));
-  }
+// D[64, kBlockQ] = 64 times the row of what the RowPieces of the query rows add up to; `ones` picks the three.
+__device__ __forceinline__ void start_from(float (&d)[kBlockQ / 2], const uint32_t (&ones)[4],
+                                           uint64_t desc_rows16) {
+  ptx::Wgmma<kBlockQ, __nv_bfloat16>::rs(d, ones[0], ones[1], ones[2], ones[3], desc_rows16, 0);
 }
-// The thread's scores of step `count` turn into P = exp2(S * scale - lse), log2 throughout. A hidden
-// row has lse = +inf, hence P = 0.
+
 template <class C>
-__device__ __forceinline__ void scores_to_p(float (&x)[32], const float2 (&lse)[8], Smem<C>& smem,
-                                            uint32_t count, float scale_log2, int32_t s_q) {
+__device__ __forceinline__ void wait_for_dout(Smem<C>& smem, uint32_t count) {
+  ptx::mbar_wait(&smem.dout_full[count % C::kDoutStages], count / C::kDoutStages & 1);
+}
+
+// What the bounds hide of the thread's scores of partial step `count`.
+struct HiddenParts {
+  uint32_t scores;  // hidden_scores of the thread's two keys, 16 bits each
+  bool has_row;     // a row of the step sees no key at all; the same in every consumer warp
+};
+template <class C>
+__device__ __forceinline__ HiddenParts hidden_of_step(Smem<C>& smem, uint32_t count,
+                                                      uint32_t flags) {
+  wait_for_dout<C>(smem, count);  // the bounds come with dO
   const int32_t lane = threadIdx.x % 32;
-  const StepInfo& info = smem.info[count % kNumInfo];
+  const int32_t key = (threadIdx.x - 128) / 32 * 16 + lane / 4;
+  const int4* const bounds = smem.bounds[flags & kStepBoundsSlot ? 1 : 0] + key;
+  const int4 rows[2] = {bounds[0], bounds[8]};
+  const int32_t q_first = smem.info[count % kNumInfo].q_tile_idx * kBlockQ + 2 * (lane % 4);
+  const RowPieces* const lse = smem.lse[count % C::kLseStages] + lane;
+  const bool is_hidden = is_hidden_row(lse[0]) | is_hidden_row(lse[32]);
+  uint32_t scores = 0;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      x[4 * j + 2 * i] = fmaf(x[4 * j + 2 * i], scale_log2, -lse[j].x);
-      x[4 * j + 2 * i + 1] = fmaf(x[4 * j + 2 * i + 1], scale_log2, -lse[j].y);
-    }
+  for (int i = 0; i < 2; ++i) {
+    scores |= hidden_scores({rows[i].x, rows[i].y, rows[i].z, rows[i].w}, q_first) << 16 * i;
   }
-  const uint32_t flags = info.flags;
-  if (flags & kStepPartial) {
-    const int32_t key = (threadIdx.x - 128) / 32 * 16 + lane / 4;
-    hide<8>(x, smem.bounds[flags & kStepBoundsSlot ? 1 : 0] + key,
-            info.q_tile_idx * kBlockQ + 2 * (lane % 4), s_q);
-    bool has_hidden_row = false;
+  return {scores, __any_sync(kAllLanes, is_hidden) != 0};
+}
+
+// The thread's scores of step `count`, less lse already, turn into P = exp2(S * scale), log2 throughout.
+template <class C>
+__device__ __forceinline__ void scores_to_p(float (&x)[32], Smem<C>& smem, uint32_t count,
+                                            uint32_t flags, const HiddenParts& hidden,
+                                            float scale_log2) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) has_hidden_row |= lse[j].x == INFINITY || lse[j].y == INFINITY;
-    if (__any_sync(kAllLanes, has_hidden_row)) {  // the same answer in every consumer warp
-      clear_hidden_rows<C>(smem, count);
-      ptx::fence_proxy_async();
-      ptx::named_barrier_sync(kStepBarrier, 256);
-    }
+  for (int idx = 0; idx < 32; ++idx) x[idx] = ptx::exp2_approx(x[idx] * scale_log2);
+  if (!(flags & kStepPartial)) return;
+  // After the exponentials: these then stay ahead of the wait for dQ, where ptxas would put them behind it.
+#pragma unroll
+  for (int idx = 0; idx < 32; ++idx) {
+    if (hidden.scores & 1u << (idx / 2 % 2 * 16 + idx % 2 * 8 + idx / 4)) x[idx] = 0.f;
   }
-#pragma unroll
-  for (int idx = 0; idx < 32; ++idx) x[idx] = ptx::exp2_approx(x[idx]);
+  if (hidden.has_row) {
+    clear_hidden_rows<C>(smem, count);
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync(kStepBarrier, 256);
+  }
 }
 
 // Stores this warpgroup's half of the dQ of step `count` where the writer takes it from.
@@ -237,7 +216,13 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
   constexpr int kDqN = C::kDim / 2;  // columns of dQ of one warpgroup
   const int32_t warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   const bool is_leader = lane == 0;
-  const float scale_log2 = args.softmax_scale * kLog2E;
+  const float scale_log2 = exponent_scale(args.softmax_scale);
+  // Row pieces are columns 0, 1 and 2 of a k step; a lane's columns are 2 (lane % 4) + {0, 1, 8, 9}.
+  const uint32_t ones_low = lane % 4 == 0 ? 0x3F803F80 : lane % 4 == 1 ? 0x3F80 : 0;
+  const uint32_t ones[4] = {ones_low, ones_low, 0, 0};
+  const uint64_t desc_lse = ptx::wgmma_desc_rows16(ptx::smem_addr(smem.lse[0]));
+  const uint64_t desc_delta = ptx::wgmma_desc_rows16(ptx::smem_addr(smem.minus_delta[0]));
+  constexpr uint32_t kPiecesBytes = kBlockQ * sizeof(RowPieces);
 
   // Operands. Rows of K and V: this warpgroup's 64 keys for S and dP; all 128 for dQ.
   const uint32_t smem_kv = ptx::smem_addr(smem.kv);
@@ -251,8 +236,6 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
   // The same tiles with rows as depth: only the field of the panels' distance differs.
   constexpr uint32_t kRowsAreDepth = ((kBlockQ * 128 >> 4) - 1) << 20;
   const uint64_t desc_ds = ptx::wgmma_desc_mn(ptx::smem_addr(smem.ds[0]), C::kBlockK * 128);
-  const uint64_t desc_ds_own =
-      ptx::wgmma_desc(ptx::smem_addr(smem.ds[0]) + group_idx * 64 * kBlockQ * 2);
   constexpr uint32_t kDsBytes = Sizes<C>::kDsBytes;
 
   // Where this lane's row of each 8x8 matrix of dS^T goes: 16-byte chunk (lane >> 4) of a key's
@@ -271,8 +254,6 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
   // read them: at a tile's end nothing waits for it.
   const auto release_staged = [&]() __attribute__((always_inline)) {
     if (warp != 0) return;
-    if (is_leader) ptx::bulk_wait_read<0>();
-    __syncwarp();
     if (ptx::arrives(is_leader)) {
       const uint32_t last = step_pos.count - 1;
       ptx::mbar_arrive(&smem.dout_empty[last % C::kDoutStages]);
@@ -305,52 +286,42 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
       const uint64_t desc_v = ptx::advance(desc_rows, v_bytes);
       const uint64_t desc_k_dq = ptx::advance(desc_columns, k_bytes);
       float acc_s[32], acc_dp[32], acc_dq[kDqN / 2];
-      // Of the rows of the step to come, read well before use: loads are slow while products run.
-      float2 lse[8];
       uint32_t reg_p[16];
       ptx::mbar_wait(&smem.q_full[step_pos.slot()], step_pos.parity());
       ptx::mbar_wait(&smem.k_full, num_kv & 1);
       ptx::wgmma_fence();
+      start_from(acc_s, ones,
+                 ptx::advance(desc_lse, step_pos.count % C::kLseStages * kPiecesBytes));
       gemm_depth_major<kBlockQ, C::kDim, C::kBlockK, kBlockQ, T>(
-          acc_s, desc_k, ptx::advance(desc_q, step_pos.slot() * Sizes<C>::kQBytes), false);
+          acc_s, desc_k, ptx::advance(desc_q, step_pos.slot() * Sizes<C>::kQBytes), true);
       ptx::wgmma_commit();
       clear_sums();
       ptx::mbar_wait(&smem.v_full, num_kv & 1);
+      const uint32_t flags = smem.info[step_pos.count % kNumInfo].flags;
+      HiddenParts hidden = {};
+      if (flags & kStepPartial) hidden = hidden_of_step<C>(smem, step_pos.count, flags);
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(acc_s);
-      ptx::mbar_wait(&smem.dout_full[step_pos.count % C::kDoutStages],
-                     step_pos.count / C::kDoutStages & 1);  // the bounds come with dO
-      load_rows(lse, smem.lse_log2[step_pos.slot()]);
-      scores_to_p<C>(acc_s, lse, smem, step_pos.count, scale_log2, args.shape.s_q);
-      if (const uint32_t flags = smem.info[step_pos.count % kNumInfo].flags; flags & kStepPartial) {
+      scores_to_p<C>(acc_s, smem, step_pos.count, flags, hidden, scale_log2);
+      if (flags & kStepPartial) {
         clear_hidden_keys<C>(args, smem.kv + KvPlaces<C>::k(num_kv),
                              smem.kv + KvPlaces<C>::v(num_kv),
                              smem.bounds[flags & kStepBoundsSlot ? 1 : 0]);
         ptx::fence_proxy_async();
       }
       // The gradients of the tile before have left what they were staged in.
+      if (num_kv > 0 && warp == 0 && is_leader) ptx::bulk_wait_read<0>();
+      group_sync();  // also: dP reads cleared rows of V, and all have read the first lse
       if (num_kv > 0) release_staged();
-      group_sync();  // also: dP reads cleared rows of V
 
-      const auto run_step = [&](bool is_first,
-                                auto is_last_constant) __attribute__((always_inline)) {
+      wait_for_dout<C>(smem, step_pos.count);
+
+      const auto run_step = [&](auto is_last_constant) __attribute__((always_inline)) {
         constexpr bool is_last = decltype(is_last_constant)::value;
-        const uint32_t slot = step_pos.slot();
-        RingPos<C::kDoutStages> dout_pos;
-        dout_pos.count = step_pos.count;
-        const uint32_t dout_slot = dout_pos.slot();
-
-        // P is in acc_s. In flight: dK of the previous step.
-        const float* minus_delta = smem.minus_delta[dout_slot] + 2 * (lane % 4);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const float2 row = *reinterpret_cast<const float2*>(minus_delta + 8 * j);
-          acc_dp[4 * j] = acc_dp[4 * j + 2] = row.x;
-          acc_dp[4 * j + 1] = acc_dp[4 * j + 3] = row.y;
-        }
-        // The sooner the better: the reduction reads the buffer for 1800 to 2000 cycles of a step.
-        if (!is_first) hand_over_dq(smem);
+        const uint32_t slot = step_pos.slot(), dout_slot = step_pos.count % C::kDoutStages;
+        // P is in acc_s, dO has come, and nothing is in flight.
         ptx::wgmma_fence();
+        start_from(acc_dp, ones, ptx::advance(desc_delta, dout_slot * kPiecesBytes));
         gemm_depth_major<kBlockQ, C::kDimV, C::kBlockK, kBlockQ, T>(
             acc_dp, desc_v, ptx::advance(desc_dout, dout_slot * Sizes<C>::kDoutBytes), true);
         ptx::wgmma_commit();
@@ -358,48 +329,58 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
         for (int idx = 0; idx < 16; ++idx) {
           reg_p[idx] = ptx::pack2<T>(acc_s[2 * idx], acc_s[2 * idx + 1]);
         }
-        ptx::wgmma_wait<1>();  // dK of the previous step
-        if (!is_first && ptx::arrives(is_leader)) {
-          ptx::mbar_arrive(&smem.q_empty[slot == 0 ? C::kQStages - 1 : slot - 1]);
-        }
         ptx::wgmma_fence();
         gemm_from_registers<C::kDimV, T>(
             acc_dv, reg_p,
             ptx::advance(desc_dout, kRowsAreDepth + dout_slot * Sizes<C>::kDoutBytes));
         ptx::wgmma_commit();
-        ptx::wgmma_wait<1>();  // dP - delta
-        ptx::wgmma_pin(acc_dp);
-        if (is_last && ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.v_empty);
-
-        // dS^T goes to shared memory 16 rows at a time and stays in no register: dK reads it there too,
-        // which costs 4 % more shared-memory reads a step and saves the 16 registers that would
-        // otherwise force dV to finish first (ptxas serializes every product at 240 with them).
-        // Two buffers make one meeting a step enough: whoever stores step i + 1 has met its partner
-        // at step i, after the partner's dQ and dK of step i - 1 were complete.
-        const uint32_t ds_buffer = step_pos.count & 1;
-#pragma unroll
-        for (int k_step = 0; k_step < 4; ++k_step) {
-          uint32_t reg_ds[4];
-#pragma unroll
-          for (int idx = 0; idx < 4; ++idx) {
-            const int at = 8 * k_step + 2 * idx;
-            reg_ds[idx] = ptx::pack2<T>(acc_s[at] * acc_dp[at], acc_s[at + 1] * acc_dp[at + 1]);
-          }
-          ptx::stmatrix_x4((ds_address ^ (k_step * 32)) + ds_buffer * kDsBytes, reg_ds);
-        }
         if constexpr (!is_last) {
           RingPos<C::kQStages> next_pos = step_pos;
           ++next_pos.count;
           ptx::mbar_wait(&smem.q_full[next_pos.slot()], next_pos.parity());
+        }
+        ptx::wgmma_wait<1>();  // dP - delta
+        ptx::wgmma_pin(acc_dp);
+        if (is_last && ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.v_empty);
+        // dS^T goes to shared memory for dQ. Two buffers make one meeting a step enough: whoever stores step
+        // i + 1 has met its partner at step i, after the partner's dQ of step i - 1 was complete.
+        const uint32_t ds_buffer = step_pos.count & 1;
+#pragma unroll
+        for (int idx = 0; idx < 32; ++idx) acc_dp[idx] *= acc_s[idx];
+        ptx::wgmma_pin(acc_dp);
+#pragma unroll
+        for (int k_step = 0; k_step < 4; ++k_step) {
+          uint32_t chunk[4];
+#pragma unroll
+          for (int idx = 0; idx < 4; ++idx) {
+            const int at = 8 * k_step + 2 * idx;
+            chunk[idx] = ptx::pack2<T>(acc_dp[at], acc_dp[at + 1]);
+          }
+          ptx::stmatrix_x4((ds_address ^ (k_step * 32)) + ds_buffer * kDsBytes, chunk);
+        }
+        ptx::wgmma_pin(acc_dp);
+        ptx::fence_proxy_async();
+        ptx::named_barrier_sync(kStepBarrier, 256);
+        ptx::wgmma_wait<0>();  // dV
+        ptx::wgmma_pin(acc_dv);
+        if (!is_last && ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.dout_empty[dout_slot]);
+        if constexpr (!is_last) {
+          RingPos<C::kQStages> next_pos = step_pos;
+          ++next_pos.count;
           ptx::wgmma_fence();
+          start_from(acc_s, ones,
+                     ptx::advance(desc_lse, next_pos.count % C::kLseStages * kPiecesBytes));
           gemm_depth_major<kBlockQ, C::kDim, C::kBlockK, kBlockQ, T>(
-              acc_s, desc_k, ptx::advance(desc_q, next_pos.slot() * Sizes<C>::kQBytes), false);
+              acc_s, desc_k, ptx::advance(desc_q, next_pos.slot() * Sizes<C>::kQBytes), true);
           ptx::wgmma_commit();
         }
-        ptx::fence_proxy_async();
-        if constexpr (!is_last) load_rows(lse, smem.lse_log2[(step_pos.count + 1) % C::kQStages]);
-        ptx::named_barrier_sync(kStepBarrier, 256);
-
+        // Packed once more, not kept: the registers of P are free only now.
+        uint32_t reg_ds[16];
+#pragma unroll
+        for (int idx = 0; idx < 16; ++idx) {
+          reg_ds[idx] = ptx::pack2<T>(acc_dp[2 * idx], acc_dp[2 * idx + 1]);
+        }
+        const uint32_t next_flags = is_last ? 0 : smem.info[(step_pos.count + 1) % kNumInfo].flags;
         ptx::wgmma_fence();
 #pragma unroll
         for (int k_step = 0; k_step < C::kBlockK / 16; ++k_step) {
@@ -408,18 +389,17 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
               ptx::advance(desc_k_dq, k_step * 2048), k_step != 0);
         }
         ptx::wgmma_commit();
-#pragma unroll
-        for (int k_step = 0; k_step < kBlockQ / 16; ++k_step) {
-          ptx::Wgmma<C::kDim, T, false, true>::ss(
-              acc_dk, ptx::advance(desc_ds_own, ds_buffer * kDsBytes + k_step * 32),
-              ptx::advance(desc_q, kRowsAreDepth + slot * Sizes<C>::kQBytes + k_step * 2048), 1);
-        }
+        gemm_from_registers<C::kDim, T>(
+            acc_dk, reg_ds, ptx::advance(desc_q, kRowsAreDepth + slot * Sizes<C>::kQBytes));
         ptx::wgmma_commit();
-        ptx::wgmma_wait<2>();  // dV and the next S; dQ and dK stay in flight
+        HiddenParts next_hidden = {};  // worked out while S runs
+        if (!is_last && next_flags & kStepPartial) {
+          next_hidden = hidden_of_step<C>(smem, step_pos.count + 1, next_flags);
+        }
+        ptx::wgmma_wait<2>();  // the next S; dQ and dK stay in flight
         ptx::wgmma_pin(acc_s);
         if constexpr (is_last) {
           // Both warpgroups are through with dO, and with dS of the step before.
-          ptx::wgmma_pin(acc_dv);
           ptx::named_barrier_sync(kStepBarrier, 256);
           if (tile.kv_sum_idx < 0) {
             store_gradient_tma<C, C::kDimV>(acc_dv, 1.f, smem.ds[ds_buffer ^ 1] + group_idx * 4096,
@@ -428,21 +408,26 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
           }
           if (ptx::arrives(is_leader) && warp != 0) ptx::mbar_arrive(&smem.dout_empty[dout_slot]);
         } else {
-          if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.dout_empty[dout_slot]);
-          const uint32_t next = step_pos.count + 1;
-          ptx::mbar_wait(&smem.dout_full[next % C::kDoutStages], next / C::kDoutStages & 1);
-          scores_to_p<C>(acc_s, lse, smem, next, scale_log2, args.shape.s_q);
+          scores_to_p<C>(acc_s, smem, step_pos.count + 1, next_flags, next_hidden, scale_log2);
         }
         ptx::wgmma_wait<1>();  // dQ
         ptx::wgmma_pin(acc_dq);
         if (is_last && ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.k_empty);
         stage_dq<C>(acc_dq, smem, step_pos.count);
         ++step_pos.count;
+        if constexpr (!is_last) {
+          // The sooner the better: the reduction reads the buffer for 1800 to 2000 cycles of a step.
+          hand_over_dq(smem);
+          wait_for_dout<C>(smem, step_pos.count);
+          ptx::wgmma_wait<0>();  // dK
+          ptx::wgmma_pin(acc_dk);
+          if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.q_empty[slot]);
+        }
       };
       // The last step is a copy of its own: a conditional S would make ptxas serialize the products.
 #pragma unroll 1
-      for (int32_t step = 0; step + 1 < num_steps; ++step) run_step(step == 0, std::false_type{});
-      run_step(num_steps == 1, std::true_type{});
+      for (int32_t step = 0; step + 1 < num_steps; ++step) run_step(std::false_type{});
+      run_step(std::true_type{});
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(acc_dk);
       // Both warpgroups are through with Q and dS. The reduction of dQ comes after the stores: these

@@ -169,7 +169,7 @@ __device__ __forceinline__ void run_tall_consumer(const KernelArgs& args, Smem<C
         const uint32_t dout_slot = step_pos.count % C::kDoutStages;
 
         // S is in acc_s. In flight: half of dK of the step before, half of dP.
-        exponentials(acc_s, smem.lse_log2[slot] + 2 * (read_thread() % 4), scale_log2);
+        exponentials(acc_s, smem.lse[slot] + 2 * (read_thread() % 4), scale_log2);
         const uint32_t flags = smem.info[step_pos.count % kNumInfo].flags;
         if (flags & kStepPartial) {
           if (is_first) {
@@ -177,7 +177,7 @@ __device__ __forceinline__ void run_tall_consumer(const KernelArgs& args, Smem<C
                                  smem.bounds[flags & kStepBoundsSlot ? 1 : 0]);
             ptx::fence_proxy_async();
           }
-          const float* rows = smem.lse_log2[slot] + read_thread() % 32;
+          const float* rows = smem.lse[slot] + read_thread() % 32;
           if (__any_sync(kAllLanes, rows[0] == INFINITY || rows[32] == INFINITY)) {
             // The same answer in every consumer warp.
             clear_hidden_rows<C>(smem, step_pos.count);

@@ -161,8 +161,7 @@ __device__ __forceinline__ void run_wide_consumer(const KernelArgs& args, Smem<C
       const int32_t row_first = half * kRows + 2 * (lane % 4);
 #pragma unroll
       for (int j = 0; j < kRows / 8; ++j) {
-        const float2 row =
-            *reinterpret_cast<const float2*>(smem.lse_log2[slot] + row_first + 8 * j);
+        const float2 row = *reinterpret_cast<const float2*>(smem.lse[slot] + row_first + 8 * j);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           acc_s[4 * j + 2 * i] = fmaf(acc_s[4 * j + 2 * i], scale_log2, -row.x);

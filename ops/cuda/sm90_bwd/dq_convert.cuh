@@ -67,6 +67,12 @@ __device__ __forceinline__ void run_dq_counter(const KernelArgs& args, Smem<C>& 
   for (;; ++event_pos.count) {
     ptx::mbar_wait(&smem.event_full[event_pos.slot()], event_pos.parity());
     const DqEvent event = smem.event[event_pos.slot()];
+    int32_t* const count = args.ring_counts + event.ring_sum_idx;
+    const bool is_in_order = event.num_visits < 0;
+    // With release: a completed reduction is visible to the thread that waited for it, not yet to others. After
+    // a relaxed count some 600 of 8.4 million parts changed places (32K causal, 32/4 heads, in a fixed order). The
+    // writer has no time for the release (8K causal in a fixed order: 20 % more cycles), this warp has.
+    if (is_leader && is_in_order) add_release(count, 1);  // first: the next in turn waits for it
     __syncwarp();
     if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.event_empty[event_pos.slot()]);
     if (event.num_visits == kNoMoreEvents) return;
@@ -79,18 +85,8 @@ __device__ __forceinline__ void run_dq_counter(const KernelArgs& args, Smem<C>& 
       if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.dq_empty[event.part_idx]);
       continue;
     }
-    // With release: a completed reduction is visible to the thread that waited for it, not yet to others. After
-    // a relaxed count some 600 of 8.4 million parts changed places (32K causal, 32/4 heads, in a fixed order). The
-    // writer has no time for the release (8K causal in a fixed order: 20 % more cycles), this warp has.
     bool is_last = event.num_visits == kLastInOrder;
-    if (is_leader) {
-      int32_t* const count = args.ring_counts + event.ring_sum_idx;
-      if (event.num_visits < 0) {
-        add_release(count, 1);
-      } else {
-        is_last = add_acq_rel(count, 1) == event.num_visits - 1;
-      }
-    }
+    if (is_leader && !is_in_order) is_last = add_acq_rel(count, 1) == event.num_visits - 1;
     if (is_leader && is_last) {
       __threadfence();
       const int32_t row = (event.b_idx * args.shape.h_q + event.h_q_idx) * args.num_q_tiles;
@@ -112,7 +108,7 @@ __device__ __forceinline__ void clear_blocks(float* gmem_blocks) {
 }
 
 // Converts a sum to dq, [16 rows, 64 columns] at a time: four buffers of dq_back hold two such tiles on their
-// way here, the other two hold results on their way to dq. Every instruction of this warp takes some ten
+// way here, the last one the result on its way to dq. Every instruction of this warp takes some ten
 // cycles beside the products, so what counts is how few there are: 18,000 cycles a sum, where pieces of half the
 // size that left by shuffles and 8-byte stores took 25,000 and held up windows.
 template <class C>
@@ -123,7 +119,7 @@ __device__ __forceinline__ void convert_tiles(const KernelArgs& args, Smem<C>& s
   using S = Sizes<C>;
   constexpr int kTileBytes = 16 * 64 * 4, kTiles = S::kPartFloats * 4 / kTileBytes;
   constexpr int kPartBytes = kTileBytes / S::kTileUnits;
-  static_assert(kTiles % 4 == 0 && kBackBuffers == 6 && S::kPieceFloats * 8 == kTileBytes);
+  static_assert(kTiles % 4 == 0 && kBackBuffers == 5 && S::kPieceFloats * 8 == kTileBytes);
   static_assert(offsetof(Smem<C>, dq_back) % 1024 == 0, "TMA's swizzle goes by addresses");
   const bool is_leader = threadIdx.x % 32 == 0;
   const auto unit = [&](int32_t tile, int part) {  // of the tile's columns
@@ -144,11 +140,10 @@ __device__ __forceinline__ void convert_tiles(const KernelArgs& args, Smem<C>& s
   if (is_leader) fetch(0), fetch(1);
 #pragma unroll 1
   for (int32_t tile = 0; tile < kTiles; ++tile) {
-    // What left two tiles ago has been read.
-    if (is_leader) ptx::bulk_wait_read<1>();
+    if (is_leader) ptx::bulk_wait_read<0>();  // the last result
     ptx::mbar_wait(&smem.dq_back_full[tile & 1], tile >> 1 & 1);
     __syncwarp();
-    T* const out = reinterpret_cast<T*>(smem.dq_back[4 + (tile & 1)]);
+    T* const out = reinterpret_cast<T*>(smem.dq_back[4]);
     pack_tile<C>(smem.dq_back[2 * (tile & 1)], smem.dq_back[2 * (tile & 1) + 1], out,
                  args.softmax_scale);
     ptx::fence_proxy_async();

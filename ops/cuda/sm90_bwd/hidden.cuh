@@ -19,6 +19,11 @@ __device__ __forceinline__ void clear_row(T* tile, int32_t row) {
   }
 }
 
+__device__ __forceinline__ bool is_hidden_row(float lse_log2) { return lse_log2 == INFINITY; }
+__device__ __forceinline__ bool is_hidden_row(const RowPieces& lse) {
+  return lse.third_and_mark >> 16 != 0;
+}
+
 // Rows of Q and dO that see no key at all: lse is +inf. Consumer warp by consumer warp; the caller fences
 // and lets the warpgroups meet before a product of dV or dK reads them.
 template <class C>
@@ -27,7 +32,7 @@ __device__ __forceinline__ void clear_hidden_rows(Smem<C>& smem, uint32_t count)
   const int32_t first = (threadIdx.x - 128) / 32 * kWarpRows;
 #pragma unroll 1
   for (int32_t row = first; row < first + kWarpRows; ++row) {
-    if (smem.lse_log2[count % C::kQStages][row] != INFINITY) continue;
+    if (!is_hidden_row(smem.lse[count % C::kLseStages][row])) continue;
     clear_row<kBlockQ, C::kDim>(smem.q[count % C::kQStages], row);
     clear_row<kBlockQ, C::kDimV>(smem.dout[count % C::kDoutStages], row);
   }
@@ -53,6 +58,46 @@ __device__ __forceinline__ void clear_hidden_keys(const KernelArgs& args, typena
     const int32_t key = first + __ffs(hidden) - 1;
     clear_row<C::kBlockK, C::kDim>(k, key);
     clear_row<C::kBlockK, C::kDimV>(v, key);
+  }
+}
+
+// For d > 128. Scores that the bounds hide become -inf. x[4 j + 2 i + e]: key i of the thread's two, row
+// q_first + 8 j + e.
+template <int kBlocks>
+__device__ __forceinline__ void hide(float (&x)[4 * kBlocks], const int4* bounds, int32_t q_first,
+                                     int32_t s_q) {
+  const int4 rows[2] = {bounds[0], bounds[8]};
+  const bool is_simple = shows_one_interval(rows[0].y, rows[0].z, s_q) &&
+                         shows_one_interval(rows[1].y, rows[1].z, s_q);
+  if (__all_sync(kAllLanes, is_simple)) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int32_t begin = rows[i].w - q_first;
+      const uint32_t size = max(rows[i].x - rows[i].w, 0);
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (static_cast<uint32_t>(8 * j + e - begin) >= size) x[4 * j + 2 * i + e] = -INFINITY;
+        }
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int32_t lt_begin = rows[i].x - q_first, ut_begin = rows[i].z - q_first;
+    const uint32_t lt_rows = rows[i].y - rows[i].x, ut_rows = rows[i].w - rows[i].z;
+#pragma unroll
+    for (int j = 0; j < kBlocks; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int32_t q = 8 * j + e;
+        const bool is_hidden = static_cast<uint32_t>(q - lt_begin) < lt_rows ||
+                               static_cast<uint32_t>(q - ut_begin) < ut_rows;
+        if (is_hidden) x[4 * j + 2 * i + e] = -INFINITY;
+      }
+    }
   }
 }
 

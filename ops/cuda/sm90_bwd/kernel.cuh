@@ -45,9 +45,8 @@ __device__ __forceinline__ void init_barriers(Smem<C>& smem) {
 template <class C>
 __global__ void __launch_bounds__(kNumThreads, 1)
     bwd_kernel(const __grid_constant__ KernelArgs args) {
-  extern __shared__ char smem_raw[];
-  Smem<C>& smem =
-      *reinterpret_cast<Smem<C>*>(smem_raw + (1024 - ptx::smem_addr(smem_raw) % 1024) % 1024);
+  extern __shared__ __align__(1024) char smem_raw[];
+  Smem<C>& smem = *reinterpret_cast<Smem<C>*>(smem_raw);
   if (threadIdx.x == 0) init_barriers(smem);
   __syncthreads();
 

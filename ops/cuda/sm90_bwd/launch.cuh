@@ -11,7 +11,7 @@ namespace {
 
 template <class C>
 cudaError_t launch(const KernelArgs& args, int32_t num_ctas, cudaStream_t stream) {
-  constexpr int32_t kSmemBytes = sizeof(Smem<C>) + 1024;  // room to align it
+  constexpr int32_t kSmemBytes = sizeof(Smem<C>);
   static_assert(kSmemBytes <= 227 * 1024, "more than one CTA can have");
   const cudaError_t error =
       cudaFuncSetAttribute(bwd_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
@@ -23,7 +23,8 @@ cudaError_t launch(const KernelArgs& args, int32_t num_ctas, cudaStream_t stream
 template <class C>
 constexpr BwdKernel make_kernel(DType dtype) {
   static_assert(has_lists(C::kBlockK), "prepared schedules have lists of kBlockKs (lists.h) only");
-  return {dtype, C::kDim, C::kDimV, C::kBlockK, C::kDqParts, !C::kSplitsColumns, launch<C>};
+  return {dtype,         C::kDim,  C::kDimV, C::kBlockK, C::kDqParts, !C::kSplitsColumns,
+          C::kPacksRows, launch<C>};
 }
 
 }  // namespace

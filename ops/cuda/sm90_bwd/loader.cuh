@@ -75,13 +75,17 @@ __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem
         const uint32_t slot = step_pos.slot();
         num_bounds += needs_bounds;
         const uint32_t bounds_slot = (num_bounds - 1) & 1;
-        constexpr uint32_t kRowBytes = kBlockQ * sizeof(float);
+        using Row = RowValue<C>;
+        constexpr uint32_t kRowBytes = kBlockQ * sizeof(Row);
         const auto first_row = [&]() {  // of this step, among all rows of all heads
           return ((static_cast<int64_t>(tile.b_idx) * args.shape.h_q + h_q_idx) * args.num_q_tiles +
                   walk.q_tile_idx()) *
                  kBlockQ;
         };
         ptx::mbar_wait(&smem.q_empty[slot], step_pos.write_parity());
+        if (C::kQStages > C::kLseStages && step_pos.count == C::kLseStages) {
+          ptx::mbar_wait(&smem.q_empty[0], 0);  // step 0 has read its lse
+        }
         if (is_leader) {
           smem.info[step_pos.count % kNumInfo] = {
               walk.q_tile_idx(),
@@ -92,7 +96,8 @@ __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem
           load_panels<kBlockQ, C::kDim>(smem.q[slot], &args.map_q, q_full,
                                         walk.q_tile_idx() * kBlockQ, h_q_idx, tile.b_idx,
                                         ptx::kEvictNormal);
-          ptx::bulk_load(smem.lse_log2[slot], args.lse_log2 + first_row(), kRowBytes, q_full);
+          ptx::bulk_load(smem.lse[step_pos.count % C::kLseStages],
+                         static_cast<const Row*>(args.lse) + first_row(), kRowBytes, q_full);
         }
         __syncwarp();
         RingPos<C::kDoutStages> dout_pos;
@@ -107,7 +112,8 @@ __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem
           load_panels<kBlockQ, C::kDimV>(smem.dout[dout_slot], &args.map_dout, dout_full,
                                          walk.q_tile_idx() * kBlockQ, h_q_idx, tile.b_idx,
                                          ptx::kEvictNormal);
-          ptx::bulk_load(smem.minus_delta[dout_slot], args.minus_delta + first_row(), kRowBytes,
+          ptx::bulk_load(smem.minus_delta[dout_slot],
+                         static_cast<const Row*>(args.minus_delta) + first_row(), kRowBytes,
                          dout_full);
           // With dO, not with Q: the bounds slot was last read two bounds tiles ago, hence not after
           // step count - 2, whose end dout_empty has just announced (its stages are at most two).

@@ -170,9 +170,17 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (in.dlse != nullptr) sum -= in.dlse[head * args.shape.s_q + q_own];
     }
     const int64_t padded = head * args.num_q_tiles * kBlockQ + q_own;
-    args.lse_log2[padded] = lse_log2;
+    const bool is_hidden = lse_log2 == INFINITY;
     // A hidden row's dS is 0 * (dP - delta): delta must be finite.
-    args.minus_delta[padded] = lse_log2 == INFINITY ? 0.f : -sum;
+    const float minus_delta = is_hidden ? 0.f : -sum;
+    if (in.packs_rows) {
+      static_cast<RowPieces*>(args.lse)[padded] =
+          pieces_of(score_start(lse_log2, is_hidden, args.softmax_scale), is_hidden);
+      static_cast<RowPieces*>(args.minus_delta)[padded] = pieces_of(minus_delta, false);
+    } else {
+      static_cast<float*>(args.lse)[padded] = lse_log2;
+      static_cast<float*>(args.minus_delta)[padded] = minus_delta;
+    }
   }
   const int64_t mask_idx = mask_index(args, b_idx, h_idx);
   if (args.lists.visits[mask_idx * args.num_q_tiles + q_first / kBlockQ] != 0) return;

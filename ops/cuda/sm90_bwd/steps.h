@@ -67,4 +67,21 @@ FM3_HOST_DEVICE bool shows_one_interval(int32_t lt_end, int32_t ut_begin, int32_
   return lt_end >= s_q && ut_begin <= 0;
 }
 
+// 1 << (how many of the eight rows first + 0, 8, 16 ... 56 come before `limit`).
+FM3_HOST_DEVICE uint32_t bit_of_limit(int32_t limit, int32_t first) {
+  return 1u << smaller(larger((limit - first + 7) >> 3, 0), 8);
+}
+
+// Which of a key's scores with rows q_first + 8 j + e, j in [0, 8), e in {0, 1}, its bounds hide: bit 8 e + j.
+FM3_HOST_DEVICE uint32_t hidden_scores(const TwoIntervals& rows, int32_t q_first) {
+  uint32_t hidden = 0;
+  for (int32_t e = 0; e < 2; ++e) {
+    const int32_t first = q_first + e;
+    const uint32_t lt = bit_of_limit(rows.lt_end, first) - bit_of_limit(rows.lt_begin, first);
+    const uint32_t ut = bit_of_limit(rows.ut_end, first) - bit_of_limit(rows.ut_begin, first);
+    hidden |= (lt | ut) << 8 * e;
+  }
+  return hidden;
+}
+
 }  // namespace fm3::sm90_bwd
