@@ -176,11 +176,12 @@ class DqWriter {
     }
     ptx::bulk_commit();
     if (is_in_order) {
-      ptx::bulk_wait_read<0>();
-      ptx::mbar_arrive_as_warp(&smem_.dq_empty[part_idx_]);
-      // Complete it at once: the next in turn waits for its count, whatever it is that we do next.
+      // Complete it at once: the next in turn waits for its count, whatever it is that we do next. What can be done before
+      // is done before, and the counter counts before all else (0.5 to 1.5 % of the fixed order's time).
       const int32_t turn = info.visits_order >> 16, num_visits = info.visits_order & 0xFFFF;
       reserve(b_idx, sum_idx, info, turn + 1 == num_visits ? kLastInOrder : kInOrder);
+      ptx::bulk_wait_read<0>();
+      ptx::mbar_arrive_as_warp(&smem_.dq_empty[part_idx_]);
       ptx::bulk_wait<0>();
       publish();
       return;
