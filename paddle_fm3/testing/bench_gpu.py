@@ -25,8 +25,8 @@ from paddle_fm3.testing.gpu_call_bwd import BackwardInputs, PreparedLists, Sm90B
 from paddle_fm3.testing.gpu_peers import Attention, Problem
 from paddle_fm3.testing.gpu_power import PowerLog
 from paddle_fm3.testing.gpu_reference import reference_head, relative_error
-from paddle_fm3.testing.gpu_rounds import ROUNDS, Block, Call, Rounds, time_in_rounds
-from paddle_fm3.testing.gpu_timing import measure_matmul, time_block, time_cold, time_in_a_row
+from paddle_fm3.testing.gpu_rounds import PAUSE_HEATING_S, ROUNDS, Block, Call, Rounds, time_in_rounds
+from paddle_fm3.testing.gpu_timing import heat, measure_matmul, time_block, time_cold, time_in_a_row
 
 IMPLS = gpu_peers.IMPLS
 CONTEXT = ("cudnn", "flex")  # peers far from the bar: one round
@@ -190,6 +190,8 @@ def time_all(
     def timed(call: Call, first: Block | None) -> Block:
         return time_block(call, first, repeats=repeats, power=power)
 
+    if calls:
+        heat(list(calls.values())[-1 if is_reversed else 0], PAUSE_HEATING_S)
     return time_in_rounds(calls, timed, lambda key: 1 if key[0] in CONTEXT else rounds, is_reversed=is_reversed)
 
 
