@@ -20,7 +20,7 @@ from paddle_fm3.testing.bench import Record, TimingStats
 
 ROUNDS = 2
 HEATING_S = 0.5  # by the timed call itself, ahead of every block
-# Ahead of a case's first round, by its first call: behind a pause a chip is cool and draws more than its limit at first.
+# Ahead of a case's first round, by its first call: after a pause a chip is cool and at first draws more than its limit.
 # Without it the first block of two cases was 2.2 and 4.9 % faster than its second; others agreed within 0.7 %.
 PAUSE_HEATING_S = 1.0
 TIMED_S = 1.0
