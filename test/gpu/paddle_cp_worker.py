@@ -235,7 +235,9 @@ def check_timeline(group: object) -> None:
     assert len(by_track["compute"]) >= 2 and by_track["receive"] and moving_us > 0, spans
     step_us = end_us - begin_us
     computing_us = sum(span.end_us - span.begin_us for span in by_track["compute"])
-    assert 0.02 * step_us < computing_us, (computing_us, step_us)
+    # A GPU does 1,000 TFLOP/s at most, and other processes may have taken any part of the step's time.
+    least_us = 0.9 * s * s / 2 / group.nranks * h_q * d * (4 + 10) / 1e9
+    assert least_us < computing_us < step_us * 2, (least_us, computing_us, step_us)
     path = Path(f"timeline_rank{group.rank}.json")
     trace.save(path, group.rank)
     events = json.loads(path.read_text())["traceEvents"]
