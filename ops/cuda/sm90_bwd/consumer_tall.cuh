@@ -141,8 +141,10 @@ __device__ __forceinline__ void run_tall_consumer(const KernelArgs& args, Smem<C
         }
         ptx::wgmma_commit();
       };
-      const auto issue_s = [&](const RingPos<C::kQStages>& pos) __attribute__((always_inline)) {
+      const auto wait_q = [&](const RingPos<C::kQStages>& pos) __attribute__((always_inline)) {
         ptx::mbar_wait(&smem.q_full[pos.slot()], pos.parity());
+      };
+      const auto issue_s = [&](const RingPos<C::kQStages>& pos) __attribute__((always_inline)) {
         ptx::wgmma_fence();
         gemm_depth_major<kBlockQ, C::kDim, C::kBlockK, kBlockQ, T>(
             acc_s, ptx::wgmma_desc(smem_k + group() * 64 * 128),
@@ -153,6 +155,7 @@ __device__ __forceinline__ void run_tall_consumer(const KernelArgs& args, Smem<C
         ptx::mbar_wait(&smem.dout_full[count % C::kDoutStages], count / C::kDoutStages & 1);
       };
       ptx::mbar_wait(&smem.k_full, num_kv & 1);
+      wait_q(step_pos);
       issue_s(step_pos);
       ptx::mbar_wait(&smem.v_full, num_kv & 1);
       wait_dout(step_pos.count);
@@ -260,8 +263,10 @@ __device__ __forceinline__ void run_tall_consumer(const KernelArgs& args, Smem<C
         ptx::named_barrier_arrive(kDsFreeBarrier + group(), 256);
         if (is_last && arrives()) ptx::mbar_arrive(&smem.k_empty);
         stage_dq<C>(acc_dq, smem, step_pos.count);
-        hand_over_dq(smem);
         ++step_pos.count;
+        // Before this dQ is handed over: the writer then looks up the turn of the next one (see dq.cuh).
+        if constexpr (!is_last) wait_q(step_pos);
+        hand_over_dq(smem);
         if constexpr (!is_last) {
           issue_s(step_pos);
           issue_dk(slot, 1);

@@ -111,7 +111,8 @@ class DqWriter {
       // Before the first part is there to be added: asking takes a while.
       if (tile.num_steps > 0) wait_for_ring(tile);
       for (int32_t part = tile.num_steps * C::kDqParts; part > 0; --part, ++dq_pos.count) {
-        // The turn is waited for while the products run, see add().
+        // The turn is waited for while the products run, see add(). (The consumers had this step's Q, and hence its info,
+        // before they handed over the dQ before it.)
         if (C::kDqParts == 1 && tile.flags & kItemInOrder && part < tile.num_steps) {
           wait_for_turn(tile, smem_.info[dq_pos.count % kNumInfo]);
         }
