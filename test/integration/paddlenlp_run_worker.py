@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of test_paddlenlp_run.py: several steps of the Trainer, saved and resumed.
 
-Usage: paddlenlp_run_worker.py OUTPUT_DIR first|resumed
-`first` trains 4 steps and saves after 2; `resumed` starts from that checkpoint in a new process, from other weights.
+Usage: paddlenlp_run_worker.py OUTPUT_DIR first|resumed|resumed_on_three [MODEL ...]
+`first` trains 4 steps and saves after 2; the others start from that checkpoint in a new process, from other weights.
 The model "qwen2_moe_split" has its experts split over the two ranks.
 Both write what the Trainer logged to OUTPUT_DIR/<mode>-<model>_rank<R>.json, and the paths that this rank wrote in
 checkpoints to OUTPUT_DIR/paths-<model>_rank<R>.json.
@@ -37,6 +37,7 @@ SIZES = {
     "seq_length": S,
     "use_flash_attention": True,
 }
+MODELS = ("qwen2_moe", "llama", "qwen2_moe_split")
 MOE = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -86,7 +87,7 @@ def main() -> None:
     arguments = FlashMask3TrainingArguments(
         output_dir=str(output_dir / "trainer"),
         use_flashmask3=True,
-        cp_nodes="0,1",
+        cp_nodes=",".join(map(str, range(dist.get_world_size()))),
         cp_timeline=str(output_dir / "timelines"),
         mask_window=8,
         mask_layers="window,full",
@@ -102,7 +103,7 @@ def main() -> None:
         disable_tqdm=True,
         report_to=[],
     )
-    for name in ("qwen2_moe", "llama", "qwen2_moe_split"):
+    for name in sys.argv[3:] or MODELS:
         if name == "qwen2_moe_split":
             enable(FlashMask3Settings(cp_timeout_s=60.0, masks=arguments.layer_masks(), expert_parallel=2))
         arguments.output_dir = str(output_dir / name)

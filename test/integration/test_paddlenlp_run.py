@@ -40,6 +40,17 @@ def test_a_resumed_run_goes_on_with_the_same_losses(saved: Path, model: str) -> 
     assert len(set(losses)) == 4, f"steps of different data and weights: {losses}"
 
 
+def test_more_ranks_go_on_from_the_checkpoint_of_fewer(saved: Path) -> None:
+    """Another cut and other plans; the model and the data are the same. (Optimizer states go by names that Paddle counts
+    through, so the model must be the process's first one again.)"""
+    result = launch(WORKER, [str(saved), "resumed_on_three", MODELS[0]], 3, saved, timeout_s=240)
+    assert result.exit_code == 0, result.tail()
+    first, resumed = steps(saved, "first", MODELS[0]), steps(saved, "resumed_on_three", MODELS[0], rank=2)
+    assert sorted(resumed) == [3, 4]
+    for step in (3, 4):
+        np.testing.assert_allclose(resumed[step]["loss"], first[step]["loss"], rtol=1e-6)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("model", MODELS)
 def test_what_context_parallelism_cost_is_logged_with_the_loss(saved: Path, model: str, rank: int) -> None:
