@@ -36,7 +36,6 @@ class SignalPage:
     Attributes:
         path: the file behind it until `unlink`.
         num_bytes, address: of the mapping, for cudaHostRegister.
-        notes: uint64 [num_ranks, NUM_READY_WORDS]: number + 1 of a batch, and 32 bits of what it is.
     """
 
     def __init__(self, path: Path, rank: int, num_ranks: int, is_new: bool) -> None:
@@ -51,8 +50,9 @@ class SignalPage:
         self._words = self._bytes.view(np.uint32)
         self.address = self._bytes.ctypes.data
         self._words64 = self._bytes.view(np.uint64)
-        by_rank = self._words64[_HEAD_BYTES // 8 :].reshape(num_ranks, -1)
-        self.notes = by_rank[:, _NOTES // 8 :][:, :NUM_READY_WORDS]
+        # A number + 1 of a batch, and 32 bits of what it is. (A memoryview's items are quicker than an array's.)
+        self._notes = memoryview(self._map).cast("Q")
+        self._notes_at = [(self._base(r) + _NOTES) // 8 for r in range(num_ranks)]
         self._words64[(self._base(rank) + _STARTED) // 8] = start_time(os.getpid())
         self._words64[(self._base(rank) + _PID) // 8] = os.getpid()
 
@@ -94,12 +94,13 @@ class SignalPage:
 
     def note(self, number: int, what: int) -> None:
         """This rank posts batch `number`; `what` is 32 bits wide."""
-        self.notes[self.rank, number % NUM_READY_WORDS] = (number + 1) << 32 | what
+        self._notes[self._notes_at[self.rank] + number % NUM_READY_WORDS] = (number + 1) << 32 | what
 
     def who_is_at(self, number: int) -> dict[int, int] | None:
         """What each rank posted as batch `number`, without those that are far beyond it; None if one has yet to."""
-        notes = [int(note) for note in self.notes[:, number % NUM_READY_WORDS]]
-        if any(note >> 32 <= number for note in notes):
+        at = number % NUM_READY_WORDS
+        notes = [self._notes[begin + at] for begin in self._notes_at]
+        if min(notes) >> 32 <= number:
             return None
         return {rank: note & 0xFFFFFFFF for rank, note in enumerate(notes) if note >> 32 == number + 1}
 
