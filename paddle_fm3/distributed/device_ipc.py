@@ -26,7 +26,7 @@ from typing import Any
 
 from paddle_fm3.distributed.device import Device, DeviceError
 from paddle_fm3.distributed.device_held import end_process, end_process_now
-from paddle_fm3.distributed.device_page import FAILURE_OFFSET, NUM_READY_WORDS, SignalPage
+from paddle_fm3.distributed.device_page import FAILURE_OFFSET, NOTE_SCALE, NUM_READY_WORDS, SignalPage
 from paddle_fm3.distributed.device_trace import span_of
 from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Ticket
 from paddle_fm3.distributed.rendezvous import machine_name
@@ -36,6 +36,7 @@ Record = dict[str, Any]
 ExchangeRecords = Callable[[Record], list[Record]]
 
 _TICK_S = 0.02
+_CALL_FACTOR = 2654435761  # spreads the numbers of calls over 32 bits
 _FAR = 1 << 30  # a released word is so far ahead that no wait to come is behind it
 
 
@@ -69,6 +70,7 @@ class IpcTransport(DeviceTransport):
         self._peers: list[dict[str, int]] = [{} for _ in range(num_ranks)]  # by rank: buffer -> address here
         self._copies: dict[int, tuple[Batch, list[tuple[int, Any]]]] = {}  # by id of the batch
         self._tickets: dict[int, Ticket] = {}  # by number modulo NUM_READY_WORDS
+        self._whats: dict[str, int] = {}  # 32 bits of each batch's name
         self._num_alike = 0  # batches that all ranks are known to have posted alike
         self._num_pulled = 0  # batches that were in when the watch last looked
         self._was_raised = self._is_ending = False
@@ -173,22 +175,34 @@ class IpcTransport(DeviceTransport):
 
     def _compare(self, ticket: Ticket) -> None:
         """Whoever comes last to a batch sees what all the others posted there."""
-        self._page.note(ticket.number, zlib.crc32(f"{ticket.call} {ticket.batch.name}".encode()))
+        name, page = ticket.batch.name, self._page
+        what = self._whats.get(name)
+        if what is None:
+            what = self._whats[name] = zlib.crc32(name.encode())
+        page.note(ticket.number, (what + ticket.call * _CALL_FACTOR) % NOTE_SCALE)
         while self._num_alike <= ticket.number:
-            posted = self._page.who_is_at(self._num_alike)
-            if posted is None:
+            number = self._num_alike
+            notes = page.notes_of(number)
+            if min(notes) < (number + 1) * NOTE_SCALE:
                 return
-            if len(set(posted.values())) > 1:
-                mine = ticket if ticket.number == self._num_alike else self._tickets[self._num_alike % NUM_READY_WORDS]
-                others = [rank for rank, what in posted.items() if what != posted.get(self.rank)]
-                self._page.fail(
-                    f"rank {self.rank} of {self.num_ranks} is at '{mine.batch.name}' of call {mine.call} and rank "
-                    f"{', '.join(map(str, others))} is not: the ranks do not make the same calls in the same order "
-                    "(has only one of them met an exception?)"
-                )
-                self._page.release(self._num_posts + _FAR)
-                self.check()
+            if max(notes) != min(notes):
+                self._check_alike(number, notes, ticket)
             self._num_alike += 1
+
+    def _check_alike(self, number: int, notes: list[int], ticket: Ticket) -> None:
+        """A note that is not alike may be of a later batch."""
+        posted = {rank: note for rank, note in enumerate(notes) if note < (number + 2) * NOTE_SCALE}
+        if len(set(posted.values())) <= 1:
+            return
+        mine = ticket if ticket.number == number else self._tickets[number % NUM_READY_WORDS]
+        others = [rank for rank, note in posted.items() if note != posted.get(self.rank)]
+        self._page.fail(
+            f"rank {self.rank} of {self.num_ranks} is at '{mine.batch.name}' of call {mine.call} and rank "
+            f"{', '.join(map(str, others))} is not: the ranks do not make the same calls in the same order "
+            "(has only one of them met an exception?)"
+        )
+        self._page.release(self._num_posts + _FAR)
+        self.check()
 
     def _wait_peer(self, peer: int, number: int, stream: int) -> None:
         self._device.wait_word(stream, self._base + self._page.ready_offset(peer, number), number + 1)

@@ -24,6 +24,7 @@ import numpy as np
 
 FAILURE_OFFSET = 0  # of a word that is not 0 once there is a failure: the length of its reason
 NUM_READY_WORDS = 1024  # more than the batches that can be under way: buffers are reused after a few
+NOTE_SCALE = 1 << 32  # a note is the number of a batch, from 1 on, times this, and 32 bits of what it is
 _HEAD_BYTES, _RANK_BYTES = 4096, 16384
 _PULLED, _STATUS, _PID, _STARTED, _CLOSED, _NOTES = 4096, 4160, 4224, 4232, 4240, 8192  # in a rank's part
 _REASON_AT, _MAX_REASON_BYTES = 64, 2048
@@ -50,7 +51,7 @@ class SignalPage:
         self._words = self._bytes.view(np.uint32)
         self.address = self._bytes.ctypes.data
         self._words64 = self._bytes.view(np.uint64)
-        # A number + 1 of a batch, and 32 bits of what it is. (A memoryview's items are quicker than an array's.)
+        # Of all ranks. (A memoryview's items are quicker than an array's.)
         self._notes = memoryview(self._map).cast("Q")
         self._notes_at = [(self._base(r) + _NOTES) // 8 for r in range(num_ranks)]
         self._words64[(self._base(rank) + _STARTED) // 8] = start_time(os.getpid())
@@ -94,15 +95,13 @@ class SignalPage:
 
     def note(self, number: int, what: int) -> None:
         """This rank posts batch `number`; `what` is 32 bits wide."""
-        self._notes[self._notes_at[self.rank] + number % NUM_READY_WORDS] = (number + 1) << 32 | what
+        self._notes[self._notes_at[self.rank] + number % NUM_READY_WORDS] = (number + 1) * NOTE_SCALE + what
 
-    def who_is_at(self, number: int) -> dict[int, int] | None:
-        """What each rank posted as batch `number`, without those that are far beyond it; None if one has yet to."""
+    def notes_of(self, number: int) -> list[int]:
+        """What each rank noted last in the place of batch `number`: below (number + 1) * NOTE_SCALE from one that has yet
+        to come to it, from (number + 2) * NOTE_SCALE on from one that is far ahead."""
         at = number % NUM_READY_WORDS
-        notes = [self._notes[begin + at] for begin in self._notes_at]
-        if min(notes) >> 32 <= number:
-            return None
-        return {rank: note & 0xFFFFFFFF for rank, note in enumerate(notes) if note >> 32 == number + 1}
+        return [self._notes[begin + at] for begin in self._notes_at]
 
     # --- ranks -----------------------------------------------------------------------------------
 
