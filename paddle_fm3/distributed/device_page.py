@@ -98,8 +98,8 @@ class SignalPage:
         self._notes[self._notes_at[self.rank] + number % NUM_READY_WORDS] = (number + 1) * NOTE_SCALE + what
 
     def notes_of(self, number: int) -> list[int]:
-        """What each rank noted last in the place of batch `number`: below (number + 1) * NOTE_SCALE if it has yet to come
-        to it, from (number + 2) * NOTE_SCALE on if it is far ahead."""
+        """What each rank noted last in the place of batch `number`: below (number + 1) * NOTE_SCALE if it has yet to
+        come to it, from (number + 2) * NOTE_SCALE on if it is far ahead."""
         at = number % NUM_READY_WORDS
         return [self._notes[begin + at] for begin in self._notes_at]
 
