@@ -8,10 +8,6 @@ using namespace fm3;
 
 extern "C" {
 
-int32_t shows_one_interval(int32_t lt_end, int32_t ut_begin, int32_t s_q) {
-  return sm90_bwd::shows_one_interval(lt_end, ut_begin, s_q);
-}
-
 int32_t choose_walk(const sm90_bwd::VisitSummary* visits) { return sm90_bwd::choose_walk(*visits); }
 
 int32_t goes_by_key(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary* visits) {

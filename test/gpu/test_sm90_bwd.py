@@ -162,16 +162,16 @@ def test_a_thousand_deterministic_runs_are_equal(backend: Sm90Backward) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, 128, (192, 128), 256], ids=str)
 @pytest.mark.parametrize("scale", [-0.1, 1.0, 1e-4, 1e-30, -1e-37, 0.0])
-def test_scales(backend: Sm90Backward, scale: float, d: int, dtype: str) -> None:
-    """Up to d = 128 lse is divided by the scale (test/unit/test_sm90_bwd_rows.py)."""
+def test_scales(backend: Sm90Backward, scale: float, d: int | tuple[int, int], dtype: str) -> None:
+    """Up to d = 128, and at 192/128, lse is divided by the scale (test/unit/test_sm90_bwd_rows.py)."""
     run_and_check(backend, replace(wide_case("window", s=700, d=d), softmax_scale=scale), DTYPES[dtype])
 
 
 @pytest.mark.parametrize("kind", ["full", "documents", "causal"])
-@pytest.mark.parametrize("d", [64, 128])
-def test_rows_whose_lse_are_far_apart(backend: Sm90Backward, d: int, kind: str) -> None:
+@pytest.mark.parametrize("d", [64, 128, (192, 128)], ids=str)
+def test_rows_whose_lse_are_far_apart(backend: Sm90Backward, d: int | tuple[int, int], kind: str) -> None:
     """A row tile that takes the lse of another one shows in every element. Each CTA has one or two key tiles here: at
     its start all stages are free, and the loader is as far ahead as it can be."""
     case = wide_case(kind, s=2048, b=1, heads=(8, 8), d=d)
@@ -183,8 +183,8 @@ def test_rows_whose_lse_are_far_apart(backend: Sm90Backward, d: int, kind: str) 
     check_backward(case.name, inputs, mask, *(backend.backward(inputs, mask) for _ in range(10)))
 
 
-@pytest.mark.parametrize("d", [64, 128])
-def test_what_nan_in_lse_and_dlse_reaches(backend: Sm90Backward, d: int) -> None:
+@pytest.mark.parametrize("d", [64, 128, (192, 128)], ids=str)
+def test_what_nan_in_lse_and_dlse_reaches(backend: Sm90Backward, d: int | tuple[int, int]) -> None:
     """Its row, and the keys that the row sees; from delta nothing gets into dV."""
     case = wide_case("causal", s=512, b=1, heads=(2, 2), d=d)
     inputs, mask = make_inputs(case, torch.bfloat16)

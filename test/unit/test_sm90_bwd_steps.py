@@ -10,7 +10,6 @@ import shutil
 import numpy as np
 import pytest
 from bwd_lists_support import BLOCK_KS, BLOCK_Q, FULL, PARTIAL, SKIP, build, compile_library
-from host_library import compile_for_host
 
 from paddle_fm3.testing.cases import AttentionCase
 from paddle_fm3.testing.hostile_cases import HOSTILE_CASES
@@ -23,11 +22,6 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return compile_library(tmp_path_factory.mktemp("lists"))
-
-
-@pytest.fixture(scope="module")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return compile_for_host("sm90_bwd_steps.cc", tmp_path_factory.mktemp("steps"), "-Wno-unknown-pragmas")
 
 
 def check_classes(classes: np.ndarray, visible: np.ndarray, block_k: int) -> None:
@@ -82,7 +76,7 @@ def test_steps_of_random_masks(library: ctypes.CDLL, num_bounds: int, is_causal:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "block_mask" not in case.name], ids=lambda case: case.name)
-def test_two_intervals_hide_what_the_mask_hides(library: ctypes.CDLL, steps: ctypes.CDLL, case: AttentionCase) -> None:
+def test_two_intervals_hide_what_the_mask_hides(library: ctypes.CDLL, case: AttentionCase) -> None:
     mask, visible = case_mask(case)
     row = np.arange(case.s_q)[:, None]
     for found, plane in zip(build(library, mask, 128).bounds, visible, strict=True):
@@ -91,20 +85,6 @@ def test_two_intervals_hide_what_the_mask_hides(library: ctypes.CDLL, steps: cty
         assert (rows[:, 0] <= rows[:, 1]).all() and (rows[:, 2] <= rows[:, 3]).all()  # lengths are unsigned there
         hidden = (row >= rows[:, 0]) & (row < rows[:, 1]) | (row >= rows[:, 2]) & (row < rows[:, 3])
         np.testing.assert_array_equal(~hidden, plane)
-        # The short way of the kernel: what shows is [ut_end, lt_begin), where it says so.
-        is_one = [bool(steps.shows_one_interval(int(key[1]), int(key[2]), case.s_q)) for key in rows]
-        shown = (row >= rows[:, 3]) & (row < rows[:, 0])
-        np.testing.assert_array_equal(shown[:, is_one], plane[:, is_one])
-
-
-def test_common_masks_show_one_interval_a_key(library: ctypes.CDLL, steps: ctypes.CDLL) -> None:
-    """Full, causal, window and document masks take the kernel's short way for every key."""
-    s, column = 1000, np.arange(1000, dtype=np.int32)
-    end, begin = np.minimum((column // 300 + 1) * 300, s), column // 300 * 300
-    for bounds, causal in (((end,), True), ((np.minimum(column + 64, s),), True), ((end, begin), False)):
-        mask = NativeMask.from_bounds(np.stack(bounds, -1).astype(np.int32)[None, None], causal, s, None)
-        rows = build(library, mask, 128).bounds[0, :s]
-        assert all(steps.shows_one_interval(int(key[1]), int(key[2]), s) for key in rows)
 
 
 def test_causal_visits_half_and_masks_the_diagonal(library: ctypes.CDLL) -> None:

@@ -89,16 +89,15 @@ struct TallConfig {
   static constexpr int kDim = kDim_;
   static constexpr int kDimV = kDimV_;
   static constexpr int kBlockK = 128;
-  static constexpr int kQStages = 2,
-                       kDoutStages = 1;  // what fits: dO is given back early in a step
-  static constexpr bool kPacksRows = false;
+  static constexpr int kQStages = 2, kDoutStages = 1;  // what fits
+  static constexpr bool kPacksRows = true;
   static constexpr int kLseStages = kQStages;
   static constexpr int kDsBuffers = 1;
   static constexpr int kDqParts = 1;
   static_assert(kDim == 192 && kDimV == 128, "registers and shared memory are counted for these");
 };
 
-// Other d > 128: dK and dV of 64 keys need 512 registers a thread of one warpgroup, so each consumer
+// 192 and 256: dK and dV of 64 keys need 192 or 256 registers a thread of one warpgroup, so each consumer
 // warpgroup owns half of the columns of dK, dV and dQ, and half of the rows of S and dP.
 template <class T_, int kDim_, int kDimV_>
 struct WideConfig {
@@ -111,7 +110,8 @@ struct WideConfig {
   static constexpr bool kPacksRows = false;
   static constexpr int kLseStages = kQStages;
   static constexpr int kDsBuffers = 1;
-  static constexpr int kDqParts = 2;  // staged one after the other: 32 KB hold one
+  static constexpr int kDqParts =
+      kDim > 192 ? 2 : 1;  // staged one after the other in the same 32 KB
   static_assert(kDim % 64 == 0 && kDimV % 64 == 0, "tiles are panels of 64 columns");
 };
 
@@ -128,16 +128,15 @@ struct Sizes {
   static constexpr int kPartFloats = kBlockQ * C::kDim / C::kDqParts;  // staged dQ, one ring sum
   static constexpr int kUnitFloats = kPartFloats / 8;                  // see dq.cuh
   static constexpr int kUnitBlocks = C::kDim / C::kDqParts / 16;       // 8-column blocks of a unit
-  static constexpr int kPiecePairs = kUnitBlocks % 4 == 0 ? 2 : kUnitBlocks / 2;
+  static_assert(kUnitBlocks == 4 || kUnitBlocks == 8 || kUnitBlocks == 12);
+  static constexpr int kPiecePairs = 2;
   static constexpr int kUnitPieces = kUnitBlocks / (2 * kPiecePairs);
   static constexpr int kPieces = 8 * kUnitPieces;             // of a part
-  static constexpr int kPieceFloats = kPartFloats / kPieces;  // what a converter fetches
-  // [16 rows, 64 columns] of a part are one unit, two of them, or, of 12 blocks, the first 8 of one unit or the
-  // last 4 of two: they leave by TMA.
+  static constexpr int kPieceFloats = kPartFloats / kPieces;  // 32 columns of 16 rows
+  // Parts leave by TMA, [16 rows, 64 columns] at a time: one unit, two of them, or, of 12 blocks, the first 8 of one
+  // unit or the last 4 of two.
   static constexpr bool kSharesPanel = kUnitBlocks == 12;
-  static constexpr bool kTilesUnits = kUnitBlocks == 8 || kUnitBlocks == 4 || kSharesPanel;
   static constexpr int kTileUnits = kUnitBlocks == 8 ? 1 : 2;
-  static constexpr int kDqArrivals = kNumConsumerWarps / C::kDqParts;
 };
 
 // name              arrivals        signalled by      waited by             then it is safe to
@@ -149,7 +148,7 @@ struct Sizes {
 // q_empty[.]        8               consumers         loader                overwrite q, and lse of two steps later
 // dout_full[.]      1 + bytes       loader (TMA)      consumers             read dout, minus_delta, bounds
 // dout_empty[.]     8               consumers         loader                overwrite dout, minus_delta
-// dq_full           8 / parts       consumers         writer                read dq
+// dq_full           8               consumers         writer                read dq
 // dq_empty[part]    1               writer, counter   consumers             overwrite dq with the next
 // dq_back_full[.]   1 + bytes       converter (bulk)  that converter        read what it fetched to dq_back
 // event_full[8]     1              writer            counter               read event[.]

@@ -130,10 +130,11 @@ __device__ __forceinline__ void store_zeros(const volatile TileInfo& tile, int32
   }
 }
 
-// D[64, kBlockQ] = 64 times the row of what the RowPieces of the query rows add up to; `ones` picks the three.
-__device__ __forceinline__ void start_from(float (&d)[kBlockQ / 2], const uint32_t (&ones)[4],
+// D[64, rows] = 64 times the row of what the RowPieces of the query rows add up to; `ones` picks the three.
+template <int kCount>
+__device__ __forceinline__ void start_from(float (&d)[kCount], const uint32_t (&ones)[4],
                                            uint64_t desc_rows16) {
-  ptx::Wgmma<kBlockQ, __nv_bfloat16>::rs(d, ones[0], ones[1], ones[2], ones[3], desc_rows16, 0);
+  ptx::Wgmma<2 * kCount, __nv_bfloat16>::rs(d, ones[0], ones[1], ones[2], ones[3], desc_rows16, 0);
 }
 
 template <class C>

@@ -2,64 +2,15 @@
 // Warpgroups 1 and 2 for head dims 192/128: as in consumer.cuh each owns 64 of 128 keys of S, dP, dK and dV,
 // and half of the columns of dQ. dK and dV take 160 registers a thread: dP comes in two halves of the rows, and
 // the next S is issued when dQ has left its registers. Order of one step:
-//     P = exp2(S scale - lse)                      while dK of the step before and dP of 32 rows run
-//     dS of 32 rows | issue dP of the others, dV   | dS of these | issue the rest of dV | meet
-//     issue dQ, half of dK | stage dQ, hand it over | issue the next S, the rest of dK, the next dP
-// Floors of a step, in cycles: 3,328 of the tensor cores, 4,416 of shared memory; it takes 4,965 (results/sm90_bwd.md).
+//     P = exp2(S scale), less lse already          while half of dK of the step before runs
+//     issue dP of 32 rows | dS of them | issue dP of the others, dV | dS of these | issue the rest of dV | meet
+//     issue dQ, half of dK | stage dQ, hand it over | issue the next S, the rest of dK
+// Floors of a step, in cycles: 3,392 of the tensor cores, 4,220 of shared memory; it takes 4,630.
 #pragma once
 
 #include "consumer.cuh"
 
 namespace fm3::sm90_bwd {
-
-// P and dS of pairs that the bounds hide become 0, whatever they are. Register 2 j + i holds key i of the
-// thread's two, rows q_first + 8 j + {0, 1}.
-__device__ __forceinline__ void hide_packed(uint32_t (&p)[8], uint32_t (&ds)[8], const int4* bounds,
-                                            int32_t q_first, int32_t s_q) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int4 rows = bounds[8 * i];
-    const bool is_simple = shows_one_interval(rows.y, rows.z, s_q);
-    if (__all_sync(kAllLanes, is_simple)) {
-      const int32_t begin = rows.w - q_first;
-      const uint32_t size = max(rows.x - rows.w, 0);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint32_t shown = (static_cast<uint32_t>(8 * j - begin) < size ? 0x0000FFFFu : 0) |
-                               (static_cast<uint32_t>(8 * j + 1 - begin) < size ? 0xFFFF0000u : 0);
-        p[2 * j + i] &= shown;
-        ds[2 * j + i] &= shown;
-      }
-    } else {
-      const int32_t lt_begin = rows.x - q_first, ut_begin = rows.z - q_first;
-      const uint32_t lt_rows = rows.y - rows.x, ut_rows = rows.w - rows.z;
-      const auto is_hidden = [&](int32_t q) {
-        return static_cast<uint32_t>(q - lt_begin) < lt_rows ||
-               static_cast<uint32_t>(q - ut_begin) < ut_rows;
-      };
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint32_t shown =
-            (is_hidden(8 * j) ? 0 : 0x0000FFFFu) | (is_hidden(8 * j + 1) ? 0 : 0xFFFF0000u);
-        p[2 * j + i] &= shown;
-        ds[2 * j + i] &= shown;
-      }
-    }
-  }
-}
-
-// P = exp2(S scale - lse) of all pairs, hidden ones too.
-__device__ __forceinline__ void exponentials(float (&x)[32], const float* lse, float scale_log2) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const float2 row = *reinterpret_cast<const float2*>(lse + 8 * j);
-#pragma unroll
-    for (int idx = 4 * j; idx < 4 * j + 4; idx += 2) {
-      x[idx] = ptx::exp2_approx(fmaf(x[idx], scale_log2, -row.x));
-      x[idx + 1] = ptx::exp2_approx(fmaf(x[idx + 1], scale_log2, -row.y));
-    }
-  }
-}
 
 template <class C>
 __device__ __forceinline__ void run_tall_consumer(const KernelArgs& args, Smem<C>& smem) {
@@ -74,7 +25,15 @@ __device__ __forceinline__ void run_tall_consumer(const KernelArgs& args, Smem<C
   const auto arrives = []() __attribute__((always_inline)) {
     return ptx::arrives(read_thread() % 32 == 0);
   };
-  const float scale_log2 = args.softmax_scale * kLog2E;
+  const float scale_log2 = exponent_scale(args.softmax_scale);
+  // Row pieces are columns 0, 1 and 2 of a k step; a lane's columns are 2 (lane % 4) + {0, 1, 8, 9}.
+  const auto start_rows = [](auto& acc, uint64_t desc_rows16) __attribute__((always_inline)) {
+    const uint32_t quad_lane = read_thread() % 4;
+    const uint32_t ones = quad_lane == 0 ? 0x3F803F80 : quad_lane == 1 ? 0x3F80 : 0;
+    start_from(acc, {ones, ones, 0, 0}, desc_rows16);
+  };
+  const uint64_t desc_lse = ptx::wgmma_desc_rows16(ptx::smem_addr(smem.lse[0]));
+  const uint64_t desc_delta = ptx::wgmma_desc_rows16(ptx::smem_addr(smem.minus_delta[0]));
 
   const uint32_t smem_k = ptx::smem_addr(smem.kv);
   const uint32_t smem_v = smem_k + KvPlaces<C>::kSecond * 2;
@@ -116,15 +75,9 @@ __device__ __forceinline__ void run_tall_consumer(const KernelArgs& args, Smem<C
       float acc_s[32], acc_dp[16], acc_dq[kDqN / 2];
       // dP - delta of half the step's rows, which fit into the registers beside S.
       const auto issue_dp = [&](uint32_t dout_slot, int half) __attribute__((always_inline)) {
-        const float* minus_delta =
-            smem.minus_delta[dout_slot] + half * 32 + 2 * (read_thread() % 4);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float2 row = *reinterpret_cast<const float2*>(minus_delta + 8 * j);
-          acc_dp[4 * j] = acc_dp[4 * j + 2] = row.x;
-          acc_dp[4 * j + 1] = acc_dp[4 * j + 3] = row.y;
-        }
         ptx::wgmma_fence();
+        start_rows(acc_dp,
+                   ptx::advance(desc_delta, (dout_slot * kBlockQ + half * 32) * sizeof(RowPieces)));
         gemm_depth_major<32, C::kDimV, C::kBlockK, kBlockQ, T>(
             acc_dp, ptx::wgmma_desc(smem_v + group() * 64 * 128),
             ptx::advance(desc_dout, dout_slot * Sizes<C>::kDoutBytes + half * 32 * 128), true);
@@ -146,9 +99,10 @@ __device__ __forceinline__ void run_tall_consumer(const KernelArgs& args, Smem<C
       };
       const auto issue_s = [&](const RingPos<C::kQStages>& pos) __attribute__((always_inline)) {
         ptx::wgmma_fence();
+        start_rows(acc_s, ptx::advance(desc_lse, pos.slot() * kBlockQ * sizeof(RowPieces)));
         gemm_depth_major<kBlockQ, C::kDim, C::kBlockK, kBlockQ, T>(
             acc_s, ptx::wgmma_desc(smem_k + group() * 64 * 128),
-            ptx::advance(desc_q, pos.slot() * Sizes<C>::kQBytes), false);
+            ptx::advance(desc_q, pos.slot() * Sizes<C>::kQBytes), true);
         ptx::wgmma_commit();
       };
       const auto wait_dout = [&](uint32_t count) __attribute__((always_inline)) {
@@ -158,11 +112,8 @@ __device__ __forceinline__ void run_tall_consumer(const KernelArgs& args, Smem<C
       wait_q(step_pos);
       issue_s(step_pos);
       ptx::mbar_wait(&smem.v_full, num_kv & 1);
-      wait_dout(step_pos.count);
-      issue_dp(step_pos.count % C::kDoutStages, 0);
       ptx::wgmma_wait<0>();
       ptx::wgmma_pin(acc_s);
-      ptx::wgmma_pin(acc_dp);
       ++num_kv;
 
       const auto run_step = [&](bool is_first,
@@ -171,17 +122,25 @@ __device__ __forceinline__ void run_tall_consumer(const KernelArgs& args, Smem<C
         const uint32_t slot = step_pos.slot();
         const uint32_t dout_slot = step_pos.count % C::kDoutStages;
 
-        // S is in acc_s. In flight: half of dK of the step before, half of dP.
-        exponentials(acc_s, smem.lse[slot] + 2 * (read_thread() % 4), scale_log2);
+        // S - lse / scale is in acc_s. In flight: half of dK of the step before.
+#pragma unroll
+        for (int idx = 0; idx < 32; ++idx) acc_s[idx] = ptx::exp2_approx(acc_s[idx] * scale_log2);
+        wait_dout(step_pos.count);
+        issue_dp(dout_slot, 0);
         const uint32_t flags = smem.info[step_pos.count % kNumInfo].flags;
+        uint32_t hidden = 0;
         if (flags & kStepPartial) {
+          const int4* const bounds = smem.bounds[flags & kStepBoundsSlot ? 1 : 0];
+          const uint32_t thread = read_thread();
+          hidden = hidden_of_keys(
+              bounds + (thread - 128) / 32 * 16 + thread % 32 / 4,
+              smem.info[step_pos.count % kNumInfo].q_tile_idx * kBlockQ + 2 * (thread % 4));
           if (is_first) {
-            clear_hidden_keys<C>(args, smem.kv, smem.kv + KvPlaces<C>::kSecond,
-                                 smem.bounds[flags & kStepBoundsSlot ? 1 : 0]);
+            clear_hidden_keys<C>(args, smem.kv, smem.kv + KvPlaces<C>::kSecond, bounds);
             ptx::fence_proxy_async();
           }
-          const float* rows = smem.lse[slot] + read_thread() % 32;
-          if (__any_sync(kAllLanes, rows[0] == INFINITY || rows[32] == INFINITY)) {
+          const RowPieces* const lse = smem.lse[slot] + thread % 32;
+          if (__any_sync(kAllLanes, is_hidden_row(lse[0]) || is_hidden_row(lse[32]))) {
             // The same answer in every consumer warp.
             clear_hidden_rows<C>(smem, step_pos.count);
             ptx::fence_proxy_async();
@@ -201,13 +160,7 @@ __device__ __forceinline__ void run_tall_consumer(const KernelArgs& args, Smem<C
             reg_p[half][idx] = ptx::pack2<T>(x, y);
             reg_ds[idx] = ptx::pack2<T>(x * acc_dp[2 * idx], y * acc_dp[2 * idx + 1]);
           }
-          if (flags & kStepPartial) {
-            const StepInfo& info = smem.info[step_pos.count % kNumInfo];
-            const uint32_t thread = read_thread();
-            const uint32_t key = (thread - 128) / 32 * 16 + thread % 32 / 4;
-            hide_packed(reg_p[half], reg_ds, smem.bounds[flags & kStepBoundsSlot ? 1 : 0] + key,
-                        info.q_tile_idx * kBlockQ + half * 32 + 2 * (thread % 4), args.shape.s_q);
-          }
+          if (flags & kStepPartial) hide_packed(reg_p[half], reg_ds, hidden, half * 32);
           // Chunk 2 k + c of this lane's key row of dS^T is at this address ^ 32 k.
           const uint32_t thread = read_thread();
           const uint32_t ds_address = ptx::smem_addr(smem.ds[0]) +
@@ -270,9 +223,7 @@ __device__ __forceinline__ void run_tall_consumer(const KernelArgs& args, Smem<C
         if constexpr (!is_last) {
           issue_s(step_pos);
           issue_dk(slot, 1);
-          wait_dout(step_pos.count);
-          issue_dp(step_pos.count % C::kDoutStages, 0);
-          ptx::wgmma_wait<2>();  // S
+          ptx::wgmma_wait<1>();  // S
           ptx::wgmma_pin(acc_s);
         } else {
           ptx::wgmma_fence();

@@ -7,7 +7,7 @@
 
 namespace fm3::sm90_bwd {
 
-// Converts one piece (`kPiecePairs` block pairs of a unit) of a staged part at `source` in shared
+// Converts one piece (`kPiecePairs` block pairs of a unit, 32 columns) of a staged part at `source` in shared
 // memory to dq. One warp.
 template <class C>
 __device__ __forceinline__ void convert_piece(const KernelArgs& args, const float* source,
@@ -163,34 +163,6 @@ __device__ __forceinline__ void convert_tiles(const KernelArgs& args, Smem<C>& s
   }
 }
 
-// The same where a unit's columns are no such tile: a piece at a time.
-template <class C>
-__device__ __forceinline__ void convert_pieces(const KernelArgs& args, Smem<C>& smem,
-                                               float* gmem_sum, const DqEvent& event,
-                                               bool needs_zeros, RingPos<kBackBuffers>& back_pos) {
-  constexpr int kPieces = Sizes<C>::kPieces, kPieceFloats = Sizes<C>::kPieceFloats;
-  const auto fetch = [&](int32_t piece) {  // into the buffer of back_pos + the pieces in flight
-    if (threadIdx.x % 32 != 0) return;
-    const uint32_t buffer = (back_pos.count + min(piece, kBackBuffers - 1)) % kBackBuffers;
-    Barrier* const back_full = &smem.dq_back_full[buffer];
-    ptx::mbar_arrive_expect_tx(back_full, kPieceFloats * 4);
-    ptx::bulk_load(smem.dq_back[buffer], gmem_sum + piece * kPieceFloats, kPieceFloats * 4,
-                   back_full);
-  };
-  for (int32_t piece = 0; piece < kBackBuffers - 1; ++piece) fetch(piece);
-#pragma unroll 1
-  for (int32_t piece = 0; piece < kPieces; ++piece) {
-    if (piece + kBackBuffers - 1 < kPieces) fetch(piece + kBackBuffers - 1);
-    ptx::mbar_wait(&smem.dq_back_full[back_pos.slot()], back_pos.parity());
-    convert_piece<C>(args, smem.dq_back[back_pos.slot()], piece, event);
-    if (needs_zeros) {
-      clear_blocks<2 * Sizes<C>::kPiecePairs>(gmem_sum + piece * kPieceFloats);
-    }
-    __syncwarp();  // before the next load into this buffer
-    ++back_pos.count;
-  }
-}
-
 // Warp 3. Converts finished sums in the order in which they were listed, whichever CTA's they are: who
 // is last at a row is often last at the next ones too, and would be held up by converting them all.
 template <class C>
@@ -203,7 +175,6 @@ __device__ __forceinline__ void run_dq_converter(const KernelArgs& args, Smem<C>
   }
   num_sums =
       __reduce_add_sync(kAllLanes, num_sums) * (args.shape.h_q / args.mask.h_mask) * C::kDqParts;
-  RingPos<kBackBuffers> back_pos;
   const auto claim = [&]() { return is_leader ? add_relaxed(args.next_conversion, 1) : 0; };
   for (int32_t place = claim();;) {
     int32_t sum = 0;
@@ -226,11 +197,7 @@ __device__ __forceinline__ void run_dq_converter(const KernelArgs& args, Smem<C>
     float* const gmem_sum =
         args.dq_ring + static_cast<int64_t>(event.ring_sum_idx) * Sizes<C>::kPartFloats;
     const bool needs_zeros = !__ldg(&args.plan->is_in_order);
-    if constexpr (Sizes<C>::kTilesUnits) {
-      convert_tiles<C>(args, smem, gmem_sum, event, needs_zeros);
-    } else {
-      convert_pieces<C>(args, smem, gmem_sum, event, needs_zeros, back_pos);
-    }
+    convert_tiles<C>(args, smem, gmem_sum, event, needs_zeros);
     if (is_leader) args.ring_counts[event.ring_sum_idx] = 0;
     place = claim();  // its answer comes while the stores complete
     fence_proxy_async_all();

@@ -61,42 +61,32 @@ __device__ __forceinline__ void clear_hidden_keys(const KernelArgs& args, typena
   }
 }
 
-// For d > 128. Scores that the bounds hide become -inf. x[4 j + 2 i + e]: key i of the thread's two, row
-// q_first + 8 j + e.
-template <int kBlocks>
-__device__ __forceinline__ void hide(float (&x)[4 * kBlocks], const int4* bounds, int32_t q_first,
-                                     int32_t s_q) {
+// Which of a thread's scores of two keys, bounds[0] and bounds[8], with rows q_first + 8 j + e their bounds hide:
+// hidden_scores of each, 16 bits a key.
+__device__ __forceinline__ uint32_t hidden_of_keys(const int4* bounds, int32_t q_first) {
   const int4 rows[2] = {bounds[0], bounds[8]};
-  const bool is_simple = shows_one_interval(rows[0].y, rows[0].z, s_q) &&
-                         shows_one_interval(rows[1].y, rows[1].z, s_q);
-  if (__all_sync(kAllLanes, is_simple)) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int32_t begin = rows[i].w - q_first;
-      const uint32_t size = max(rows[i].x - rows[i].w, 0);
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (static_cast<uint32_t>(8 * j + e - begin) >= size) x[4 * j + 2 * i + e] = -INFINITY;
-        }
-      }
-    }
-    return;
-  }
+  uint32_t hidden = 0;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int32_t lt_begin = rows[i].x - q_first, ut_begin = rows[i].z - q_first;
-    const uint32_t lt_rows = rows[i].y - rows[i].x, ut_rows = rows[i].w - rows[i].z;
+    hidden |= hidden_scores({rows[i].x, rows[i].y, rows[i].z, rows[i].w}, q_first) << 16 * i;
+  }
+  return hidden;
+}
+
+// P and dS of such pairs become 0, whatever they are: register 2 j + i holds key i, rows first_row + 8 j + {0, 1}.
+// Bits turn into bytes: those of both rows become the signs of two bytes, and these are spread.
+__device__ __forceinline__ void hide_packed(uint32_t (&p)[8], uint32_t (&ds)[8], uint32_t hidden,
+                                            int32_t first_row) {
 #pragma unroll
-    for (int j = 0; j < kBlocks; ++j) {
+  for (int j = 0; j < 4; ++j) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int32_t q = 8 * j + e;
-        const bool is_hidden = static_cast<uint32_t>(q - lt_begin) < lt_rows ||
-                               static_cast<uint32_t>(q - ut_begin) < ut_rows;
-        if (is_hidden) x[4 * j + 2 * i + e] = -INFINITY;
-      }
+    for (int i = 0; i < 2; ++i) {
+      uint32_t mask;
+      asm("prmt.b32 %0, %1, 0, %2;"
+          : "=r"(mask)
+          : "r"(hidden << (7 - first_row / 8 - j)), "r"(i == 0 ? 0x9988 : 0xBBAA));
+      p[2 * j + i] &= ~mask;
+      ds[2 * j + i] &= ~mask;
     }
   }
 }

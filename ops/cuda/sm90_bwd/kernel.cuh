@@ -30,7 +30,7 @@ __device__ __forceinline__ void init_barriers(Smem<C>& smem) {
   mbar_init(&smem.v_full, 1);
   mbar_init(&smem.k_empty, kNumConsumerWarps * kWarpArrivals);
   mbar_init(&smem.v_empty, kNumConsumerWarps * kWarpArrivals);
-  mbar_init(&smem.dq_full, Sizes<C>::kDqArrivals * kWarpArrivals);
+  mbar_init(&smem.dq_full, kNumConsumerWarps * kWarpArrivals);
   for (int part = 0; part < C::kDqParts; ++part) mbar_init(&smem.dq_empty[part], kWarpArrivals);
   for (int slot = 0; slot < kBackBuffers; ++slot) {
     mbar_init(&smem.dq_back_full[slot], 1);
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
   } else {
     ptx::reg_alloc<kConsumerRegs>();
     if constexpr (C::kSplitsColumns) {
-      run_wide_consumer<C>(args, smem, group_idx - 1);
+      run_wide_consumer<C>(args, smem);
     } else if constexpr (C::kDim == 192) {
       run_tall_consumer<C>(args, smem);
     } else {

@@ -62,11 +62,6 @@ FM3_HOST_DEVICE TwoIntervals fold_causal(const sm90::HiddenRows& rows, bool is_c
           larger(has_ut ? rows.ut.end : 0, rows.causal.end)};
 }
 
-// Whether all that a key shows is one interval, [ut_end, lt_begin): one comparison a pair.
-FM3_HOST_DEVICE bool shows_one_interval(int32_t lt_end, int32_t ut_begin, int32_t s_q) {
-  return lt_end >= s_q && ut_begin <= 0;
-}
-
 // 1 << (how many of the eight rows first + 0, 8, 16 ... 56 come before `limit`).
 FM3_HOST_DEVICE uint32_t bit_of_limit(int32_t limit, int32_t first) {
   return 1u << smaller(larger((limit - first + 7) >> 3, 0), 8);
