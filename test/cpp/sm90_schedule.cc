@@ -123,8 +123,15 @@ int32_t plain_spans(const MaskView* mask, int32_t list_idx, int32_t q_tile_idx, 
     last = at, at += length;
   }
   if (spans.empty()) spans.push_back({0, 1, false});
+  bool ends_short = spans.size() > 1 || spans.back().count > 1;
+  for (int32_t at = last + kShortItemCols / kGranuleCols; at < num_granules; ++at) {
+    if (granules.is_visible[at]) ends_short = false;
+  }
   for (int32_t idx = 0; idx < std::min<int32_t>(spans.size(), capacity); ++idx) {
-    packed[idx] = Span::make(spans[idx].begin, spans[idx].count, spans[idx].is_full != 0).packed;
+    const bool is_last = idx + 1 == static_cast<int32_t>(spans.size());
+    packed[idx] = Span::make(spans[idx].begin, spans[idx].count, spans[idx].is_full != 0,
+                             is_last && ends_short)
+                      .packed;
   }
   return static_cast<int32_t>(spans.size());
 }

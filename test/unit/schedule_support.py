@@ -15,7 +15,8 @@ from paddle_fm3.testing.cases import AttentionCase
 from paddle_fm3.testing.native_call import NativeMask
 
 TILE_Q = 128
-Spans = list[tuple[int, int, bool]]  # (k_begin, count of items, is_full)
+SHORT_COLS = 80  # of the last item of a list that ends short
+Spans = list[tuple[int, int, bool, bool]]  # (k_begin, count of items, is_full, ends_short)
 
 
 def compile_library(folder: Path) -> ctypes.CDLL:
@@ -72,7 +73,7 @@ def take_apart(library: ctypes.CDLL, mask: NativeMask, blob: np.ndarray) -> tupl
 
 
 def unpack(packed: np.ndarray) -> Spans:
-    return [(int(x >> 12) * 16, int(x >> 1 & 2047), bool(x & 1)) for x in packed]
+    return [(int(x >> 12) * 16, int(x >> 2 & 1023), bool(x & 1), bool(x & 2)) for x in packed]
 
 
 def plain_spans(library: ctypes.CDLL, mask: NativeMask, list_idx: int, entry: int, *, is_pair: bool) -> np.ndarray:

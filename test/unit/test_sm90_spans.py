@@ -9,7 +9,18 @@ import shutil
 
 import numpy as np
 import pytest
-from schedule_support import TILE_Q, Lists, Spans, build, compile_library, mask_of, plain_spans, take_apart, unpack
+from schedule_support import (
+    SHORT_COLS,
+    TILE_Q,
+    Lists,
+    Spans,
+    build,
+    compile_library,
+    mask_of,
+    plain_spans,
+    take_apart,
+    unpack,
+)
 
 from paddle_fm3.testing.cases import RawMask, benchmark_case
 from paddle_fm3.testing.hostile_cases import HOSTILE_CASES
@@ -39,7 +50,9 @@ def check_build(library: ctypes.CDLL, mask: NativeMask, entries: list[int] | Non
                 where = f"list {list_idx}, {'pair' if is_pair else 'tile'} {entry}"
                 assert unpack(found) == unpack(wanted), where
                 assert one.spans[list_idx, entry, len(wanted)] == 0, f"{where}: the end is missing"
-                assert one.costs[list_idx, entry].tolist() == [sum(n for _, n, _ in unpack(wanted)), len(wanted)], where
+                assert one.costs[list_idx, entry].tolist() == [sum(span[1] for span in unpack(wanted)), len(wanted)], (
+                    where
+                )
             items = one.costs[list_idx, :, 0]
             dearest_first = np.lexsort((np.arange(count), -items))
             assert one.order[list_idx, :, 0].tolist() == dearest_first.tolist()
@@ -67,9 +80,14 @@ def check_spans(spans: Spans, visible: np.ndarray, item_cols: int) -> None:
     assert spans, "a tile needs at least one span"
     covered = np.zeros(visible.shape[1] + item_cols, bool)
     end = 0
-    for k_begin, count, is_full in spans:
+    for k_begin, count, is_full, ends_short in spans:
         assert count >= 1 and k_begin >= end, f"spans overlap or descend: {spans}"
         end = k_begin + count * item_cols
+        if ends_short:
+            assert (k_begin, count) == spans[-1][:2] and (count > 1 or len(spans) > 1), (
+                f"SHORT, but not the last of several: {spans}"
+            )
+            end -= item_cols - SHORT_COLS
         covered[k_begin : min(end, len(covered))] = True
         if is_full:
             assert end <= visible.shape[1] and visible[:, k_begin:end].all(), f"FULL but something is hidden: {spans}"
@@ -156,8 +174,11 @@ def test_causal_list_is_as_short_as_can_be(library: ctypes.CDLL) -> None:
     for q_tile_idx in range(32):
         spans = unpack(tiles.spans[0, q_tile_idx, : tiles.costs[0, q_tile_idx, 1]])
         columns = (q_tile_idx + 1) * TILE_Q
-        assert sum(count for _, count, _ in spans) == -(-columns // library.item_cols(0))
-        assert sum(count for _, count, is_full in spans if not is_full) <= 2
+        assert sum(span[1] for span in spans) == -(-columns // library.item_cols(0))
+        assert sum(count for _, count, is_full, _ in spans if not is_full) <= 2
+        assert spans[-1][3] == (columns > 160 and 0 < columns % 160 <= SHORT_COLS), (
+            "the last item shows half its columns"
+        )
 
 
 def test_a_lost_or_moved_span_is_noticed(library: ctypes.CDLL) -> None:
@@ -168,7 +189,12 @@ def test_a_lost_or_moved_span_is_noticed(library: ctypes.CDLL) -> None:
     tiles, _ = check_build(library, mask)
     spans = unpack(tiles.spans[0, 5, : tiles.costs[0, 5, 1]])
     check_spans(spans, visible, library.item_cols(0))
-    k_begin, count, _ = spans[0]
-    for broken in (spans[:-1], [(k_begin + 16, count, False), *spans[1:]], [(k, n, True) for k, n, _ in spans]):
+    k_begin, count, *_ = spans[0]
+    for broken in (
+        spans[:-1],
+        [(k_begin + 16, count, False, False), *spans[1:]],
+        [(k, n, True, is_short) for k, n, _, is_short in spans],
+        [(k, n, is_full, True) for k, n, is_full, _ in spans],
+    ):
         with pytest.raises(AssertionError):
             check_spans(broken, visible, library.item_cols(0))

@@ -32,20 +32,23 @@ constexpr int32_t kNever = 0x7FFFFFFF;  // the begin of an empty interval
 // `count` items of kTileItemCols or kPairItemCols columns each, the first at column
 // granule * kGranuleCols. A FULL item shows all its columns to all rows of the query tile (or pair);
 // others are computed with mask bits. Items of one list are disjoint, ascending and cover every
-// column that is not SKIP.
-constexpr int32_t kSpanCountBits = 11, kSpanGranuleBits = 20;
+// column that is not SKIP. The last item of a list of several is SHORT if it shows nothing past its
+// first kShortItemCols columns.
+constexpr int32_t kShortItemCols = kTileItemCols / 2;
+constexpr int32_t kSpanCountBits = 10, kSpanGranuleBits = 20;
 constexpr int32_t kMaxSpanItems = (1 << kSpanCountBits) - 1;
 constexpr int64_t kMaxKeyCols = (int64_t{1} << kSpanGranuleBits) * kGranuleCols;  // 16M
 struct Span {
-  uint32_t packed;  // [granule | count | is_full]
-  FM3_HOST_DEVICE static Span make(int32_t granule, int32_t count, bool is_full) {
-    return {static_cast<uint32_t>(granule) << (kSpanCountBits + 1) |
-            static_cast<uint32_t>(count) << 1 | (is_full ? 1u : 0u)};
+  uint32_t packed;  // [granule | count | ends_short | is_full]
+  FM3_HOST_DEVICE static Span make(int32_t granule, int32_t count, bool is_full, bool ends_short) {
+    return {static_cast<uint32_t>(granule) << (kSpanCountBits + 2) |
+            static_cast<uint32_t>(count) << 2 | (ends_short ? 2u : 0u) | (is_full ? 1u : 0u)};
   }
   FM3_HOST_DEVICE int32_t k_begin() const {
-    return static_cast<int32_t>(packed >> (kSpanCountBits + 1)) * kGranuleCols;
+    return static_cast<int32_t>(packed >> (kSpanCountBits + 2)) * kGranuleCols;
   }
-  FM3_HOST_DEVICE int32_t count() const { return (packed >> 1) & kMaxSpanItems; }
+  FM3_HOST_DEVICE int32_t count() const { return (packed >> 2) & kMaxSpanItems; }
+  FM3_HOST_DEVICE bool ends_short() const { return (packed & 2) != 0; }
   FM3_HOST_DEVICE bool is_full() const { return packed & 1; }
 };
 

@@ -164,8 +164,10 @@ class ListWarp {
       open_ = 0, end_ = length_.granules << 2, num_items_ = num_spans_ = 1;
     }
     if (lane_ == 0) {
-      write(num_spans_ - 1, open_, end_);
-      spans_[num_spans_] = Span::make(0, 0, false);  // the end, for those who read on
+      const int32_t num_hidden = (end_ >> 2) - 1 - last_visible_;  // granules at the list's end
+      write(num_spans_ - 1, open_, end_,
+            num_items_ > 1 && length_.granules - num_hidden <= kShortItemCols / kGranuleCols);
+      spans_[num_spans_] = Span::make(0, 0, false, false);  // the end, for those who read on
     }
     return {num_items_, num_spans_};
   }
@@ -225,11 +227,16 @@ class ListWarp {
     end_ = last_of(end, with_items, end_);
     open_ = last_of(open, with_starts, open_);
     num_items_ += __reduce_add_sync(kWholeWarp, num_items);
+    const bool is_visible = segment.kind != WordKind::kHidden;
+    const int32_t last_visible =
+        segment.granule +
+        (segment.kind == WordKind::kMixed ? 31 - __clz(segment.visible) : segment.num_granules - 1);
+    last_visible_ = last_of(last_visible, __ballot_sync(kWholeWarp, is_visible), last_visible_);
 
     int32_t span_idx = starts_before - 1, span_open = open_before, span_end = end_before;
     walk(segment, offset, [&](int32_t granule, int32_t count, int32_t is_full) {
       if (span_end != (granule << 2 | is_full)) {
-        if (span_idx >= 0) write(span_idx, span_open, span_end);
+        if (span_idx >= 0) write(span_idx, span_open, span_end, false);
         ++span_idx;
         span_open = granule << 1 | is_full;
       }
@@ -269,9 +276,10 @@ class ListWarp {
     }
   }
 
-  __device__ __forceinline__ void write(int32_t span_idx, int32_t open, int32_t end) {
-    spans_[span_idx] =
-        Span::make(open >> 1, ((end >> 2) - (open >> 1)) / length_.granules, (open & 1) != 0);
+  __device__ __forceinline__ void write(int32_t span_idx, int32_t open, int32_t end,
+                                        bool ends_short) {
+    spans_[span_idx] = Span::make(open >> 1, ((end >> 2) - (open >> 1)) / length_.granules,
+                                  (open & 1) != 0, ends_short);
   }
 
   Span* spans_;
@@ -281,6 +289,7 @@ class ListWarp {
   // ends, as granule << 2 | is_full.
   int32_t offset_ = 0, open_ = -1, end_ = -1;
   int32_t num_items_ = 0, num_spans_ = 0;
+  int32_t last_visible_ = 0;  // granule
 };
 
 }  // namespace fm3::sm90

@@ -28,6 +28,9 @@ struct FwdConfig {
   static constexpr int kItemCols = kTeamTiles == 2 ? kPairItemCols : kTileItemCols;
   static constexpr int kStepsPerItem = kItemCols / kCols;
   static_assert(kStepsPerItem * kCols == kItemCols && kCols % 16 == 0);
+  // Columns of a short step. Only the last of a tile's steps may be one, and not the only one; wide heads
+  // leave out the second step of a short item instead.
+  static constexpr int kShortCols = kStepsPerItem == 1 && kTeamTiles == 1 ? kShortItemCols : kCols;
   static constexpr int kTeam = kIsPair ? 2 : 1;  // CTAs that walk one list
 
   static constexpr int kRowsPerGroup = 64;  // query rows of one consumer warpgroup
@@ -61,7 +64,14 @@ struct FwdConfig {
   static constexpr int kMaskRowWords = kMaskWords | 1;  // odd: rows fall into different banks
 
   // What a consumer must know of one step. Written by the loader before it arrives on k_full.
-  enum StepFlags : int32_t { kFirst = 1, kLast = 2, kPartial = 4, kEnd = 8, kScaled = 16 };
+  enum StepFlags : int32_t {
+    kFirst = 1,
+    kLast = 2,
+    kPartial = 4,
+    kEnd = 8,
+    kScaled = 16,
+    kShort = 32
+  };
   struct Step {
     int32_t flags, q_begin, h_idx, b_idx;
   };

@@ -15,8 +15,11 @@ class Consumer {
   using Smem = typename Config::Smem;
   using Step = typename Config::Step;
   static constexpr int kCols = Config::kCols;
+  static constexpr int kShortCols = Config::kShortCols;
+  // Wide heads leave half an item out and have no short steps. Pairs have none either, but the code for them: without
+  // it ptxas gives the whole kernel other registers, and 8K causal takes 2.6 % more cycles.
+  static constexpr bool kAlike = Config::kStepsPerItem == 2;
   static constexpr int kRegsS = kCols / 2, kRegsO = Config::kHeadV / 2, kRegsP = kCols / 4;
-  using MmaQk = ptx::Wgmma<kCols, T>;
   using MmaPv = ptx::Wgmma<Config::kHeadV, T, false, true>;
 
  public:
@@ -37,7 +40,8 @@ class Consumer {
   //   wait O ; if j began a tile: write out the finished one, else rescale O if m grew
   //   the rest of P_j, and all of it to the registers that O has read
   // so the epilogue of a tile runs while the other group multiplies, and the tensor cores see the
-  // next tile's first product before it. One path for all steps: what is rare is a branch in it.
+  // next tile's first product before it. One path for all whole steps: what is rare is a branch in it. A tile's last
+  // step may be short; it and the step after it have paths of their own.
   // NOTE: all warps of a group must wait for O at the same instruction.
   __device__ __forceinline__ void run() {
     if (lane_ == 0) *revisit_head() = kNoBlock;
@@ -47,10 +51,7 @@ class Consumer {
 
  private:
   __device__ __forceinline__ void run_stream() {
-    float acc_s[kRegsS];
-    float acc_o[kRegsO];
-    uint32_t reg_p[kRegsP];
-    RowSoftmax softmax(args_.scale_log2);
+    Stream stream(args_.scale_log2);
 
     // The other group's turn comes first for group 1.
     if (group_ == 1) ptx::named_barrier_arrive(1, 256);
@@ -61,73 +62,135 @@ class Consumer {
     }
     begin_tile();
     wait_q();
+    float own_s[kRegsS];
+    auto& acc_s = pick_s(stream.acc_s, own_s);
     issue_qk(acc_s);
     const uint8_t* bits = wait_mask(flags);
     ptx::wgmma_wait<0>();
     ptx::wgmma_pin(acc_s);
     mask_scores(flags, bits, acc_s);
-    int32_t next_flags = next_step();
+    const int32_t next_flags = next_step();
     release_qk(flags);
-    softmax.follow_maximum(acc_s);
-    softmax.exponentiate_any<T>(acc_s, reg_p);
-    bool has_reference = softmax.has_reference();
-    int32_t scale_o = 0;  // 0: the next P V overwrites O
-    flags = next_flags;
-    while (!(flags & Config::kEnd)) {
-      const bool is_new_tile = flags & Config::kFirst;
-      if (is_new_tile) wait_q();
-      ptx::named_barrier_sync(1 + group_, 256);
-      issue_qk(acc_s);
-      ptx::mbar_wait_warp(&smem_.v_full[v_pos_.slot], v_pos_.parity);
-      issue_pv(acc_o, reg_p, scale_o);
-      ptx::named_barrier_arrive(2 - group_, 256);
-      bits = wait_mask(flags);
-      ptx::wgmma_wait<1>();
-      ptx::wgmma_pin(acc_s);
-      mask_scores(flags, bits, acc_s);
-      const RowSoftmax finished = softmax;
-      if (is_new_tile) softmax.start_tile();
-      // A mask that cannot be read again leaves no way back to the scores.
-      const bool is_search =
-          is_new_tile || !has_reference || (Config::kMaskSlots == 1 && (flags & Config::kPartial));
-      if (is_search) {
-        softmax.follow_maximum(acc_s);
-        has_reference = softmax.has_reference();
+    stream.softmax.follow_maximum(acc_s);
+    stream.softmax.template exponentiate_any<T>(acc_s, stream.reg_p);
+    stream.has_reference = stream.softmax.has_reference();
+    stream.flags = next_flags;
+    // After a short step comes a whole one, its tile's first.
+    while (true) {
+      while (!(stream.flags & (Config::kEnd | (kAlike ? 0 : Config::kShort)))) {
+        take_step<kCols, kCols, Begins::kMaybe>(stream);
       }
-      const bool is_good =
-          softmax.exponentiate<T>(acc_s, reg_p, is_search, args_.needs_prescale, [&]() {
-            finish_pv(acc_o);
-            if (is_search) {
-              if (is_new_tile) {
-                write_tile(finished, acc_o);
-                begin_tile();
-              } else {
-                softmax.rescale(acc_o);
-              }
-            }
-            next_flags = next_step();
-          });
-      if (!is_good) {
-        compute_scores_again(acc_s);
-        mask_scores(flags, wait_mask(flags), acc_s);
-        softmax.follow_maximum(acc_s);
-        softmax.rescale(acc_o);
-        softmax.exponentiate_any<T>(acc_s, reg_p);
+      if (kAlike || (stream.flags & Config::kEnd)) {
+        finish_last_tile<kCols>(stream);
+        break;
       }
-      release_qk(flags);
-      scale_o = is_new_tile ? 0 : 1;
-      flags = next_flags;
+      if constexpr (!kAlike) {
+        take_step<kShortCols, kCols, Begins::kNever>(stream);
+        if (stream.flags & Config::kEnd) {
+          finish_last_tile<kShortCols>(stream);
+          break;
+        }
+        take_step<kCols, kShortCols, Begins::kAlways>(stream);
+      }
     }
-    ptx::mbar_wait_warp(&smem_.v_full[v_pos_.slot], v_pos_.parity);
-    issue_pv(acc_o, reg_p, scale_o);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_pin(acc_o);
-    write_tile(softmax, acc_o);
     // Both groups took the same number of turns; this takes back group 1's opening arrival.
     if (group_ == 0) ptx::named_barrier_sync(1, 256);
   }
 
- private:
+  // What one step hands to the next.
+  struct Stream {
+    float acc_s[kAlike ? kRegsS : 1];
+    float acc_o[kRegsO];
+    uint32_t reg_p[kRegsP];
+    RowSoftmax softmax;
+    int32_t flags = 0;  // of the step to come
+    bool has_reference = false;
+    int32_t scale_o = 0;  // 0: the next P V overwrites O
+    __device__ __forceinline__ explicit Stream(float scale_log2) : softmax(scale_log2) {}
+  };
+
+  // Whether the step is its tile's first.
+  enum class Begins { kNever, kMaybe, kAlways };
+
+  // One step of kColsS columns, while the one before of kColsP multiplies.
+  template <int kColsS, int kColsP, Begins kBegins>
+  __device__ __forceinline__ void take_step(Stream& stream) {
+    float own_s[kColsS / 2];
+    auto& acc_s = pick_s(stream.acc_s, own_s);
+    auto& reg_p = reinterpret_cast<uint32_t (&)[kColsS / 4]>(stream.reg_p);
+    auto& reg_p_before = reinterpret_cast<uint32_t (&)[kColsP / 4]>(stream.reg_p);
+    auto& acc_o = stream.acc_o;
+    auto& softmax = stream.softmax;
+    const int32_t flags = stream.flags;
+    const bool is_new_tile =
+        kBegins == Begins::kAlways || (kBegins == Begins::kMaybe && (flags & Config::kFirst));
+    int32_t next_flags = 0;
+    if (is_new_tile) wait_q();
+    ptx::named_barrier_sync(1 + group_, 256);
+    issue_qk(acc_s);
+    ptx::mbar_wait_warp(&smem_.v_full[v_pos_.slot], v_pos_.parity);
+    issue_pv(acc_o, reg_p_before, stream.scale_o);
+    ptx::named_barrier_arrive(2 - group_, 256);
+    const uint8_t* const bits = wait_mask(flags);
+    ptx::wgmma_wait<1>();
+    ptx::wgmma_pin(acc_s);
+    mask_scores(flags, bits, acc_s);
+    const RowSoftmax finished = softmax;
+    if (is_new_tile) softmax.start_tile();
+    // A mask that cannot be read again leaves no way back to the scores.
+    const bool is_search = is_new_tile || !stream.has_reference ||
+                           (Config::kMaskSlots == 1 && (flags & Config::kPartial));
+    if (is_search) {
+      softmax.follow_maximum(acc_s);
+      stream.has_reference = softmax.has_reference();
+    }
+    const bool is_good =
+        softmax.template exponentiate<T>(acc_s, reg_p, is_search, args_.needs_prescale, [&]() {
+          finish_pv(acc_o);
+          if (is_search) {
+            if (is_new_tile) {
+              write_tile(finished, acc_o);
+              begin_tile();
+            } else {
+              softmax.rescale(acc_o);
+            }
+          }
+          next_flags = next_step();
+        });
+    if (!is_good) {
+      compute_scores_again(acc_s);
+      mask_scores(flags, wait_mask(flags), acc_s);
+      softmax.follow_maximum(acc_s);
+      softmax.rescale(acc_o);
+      softmax.template exponentiate_any<T>(acc_s, reg_p);
+    }
+    release_qk(flags);
+    stream.scale_o = is_new_tile ? 0 : 1;
+    stream.flags = next_flags;
+  }
+
+  // Where all steps are alike they share one array: fewer registers. Where not, each has its own: one would be kept whole
+  // through a short step.
+  template <int kRegs>
+  static __device__ __forceinline__ auto& pick_s(float (&all)[kRegs], float (&)[kRegs]) {
+    return all;
+  }
+  template <int kOther, int kRegs>
+  static __device__ __forceinline__ auto& pick_s(float (&)[kOther], float (&own)[kRegs]) {
+    return own;
+  }
+
+  // P V of the last step of all.
+  template <int kColsP>
+  __device__ __forceinline__ void finish_last_tile(Stream& stream) {
+    ptx::mbar_wait_warp(&smem_.v_full[v_pos_.slot], v_pos_.parity);
+    issue_pv(stream.acc_o, reinterpret_cast<uint32_t (&)[kColsP / 4]>(stream.reg_p),
+             stream.scale_o);
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_pin(stream.acc_o);
+    write_tile(stream.softmax, stream.acc_o);
+  }
+
   // What follows from it is computed where it is used, not kept in registers through the loop.
   static __device__ __forceinline__ int opaque(int value) {
     asm volatile("" : "+r"(value));
@@ -178,25 +241,28 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ void issue_qk(float (&acc_s)[kRegsS]) {
+  template <int kRegs>
+  __device__ __forceinline__ void issue_qk(float (&acc_s)[kRegs]) {
     const uint64_t desc_q = ptx::wgmma_desc(ptx::smem_addr(smem_.q[q_slot_]));
     const uint64_t desc_k = ptx::wgmma_desc(ptx::smem_addr(smem_.k[k_pos_.slot]));
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Config::kHeadQk / 16; ++step) {
       const int panel = step / 4, bytes = step % 4 * 32;
-      MmaQk::ss(acc_s, ptx::advance(desc_q, panel * Config::kRowsPerGroup * 128 + bytes),
-                ptx::advance(desc_k, panel * kCols * 128 + bytes), step > 0);
+      ptx::Wgmma<2 * kRegs, T>::ss(
+          acc_s, ptx::advance(desc_q, panel * Config::kRowsPerGroup * 128 + bytes),
+          ptx::advance(desc_k, panel * kCols * 128 + bytes), step > 0);
     }
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ void issue_pv(float (&acc_o)[kRegsO], uint32_t (&reg_p)[kRegsP],
+  template <int kRegs>
+  __device__ __forceinline__ void issue_pv(float (&acc_o)[kRegsO], uint32_t (&reg_p)[kRegs],
                                            int32_t scale_o) {
     const uint64_t desc_v = ptx::wgmma_desc_mn(ptx::smem_addr(smem_.v[v_pos_.slot]), kCols * 128);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kCols / 16; ++step) {
+    for (int step = 0; step < kRegs / 4; ++step) {
       MmaPv::rs(acc_o, reg_p[4 * step], reg_p[4 * step + 1], reg_p[4 * step + 2],
                 reg_p[4 * step + 3], ptx::advance(desc_v, step * 2048), step > 0 ? 1 : scale_o);
     }
@@ -210,18 +276,20 @@ class Consumer {
     v_pos_.next();
   }
 
-  __device__ __forceinline__ void prescale(float (&acc_s)[kRegsS]) {
+  template <int kRegs>
+  __device__ __forceinline__ void prescale(float (&acc_s)[kRegs]) {
     if (args_.needs_prescale) {
 #pragma unroll
-      for (int reg = 0; reg < kRegsS; ++reg) acc_s[reg] *= args_.prescale;
+      for (int reg = 0; reg < kRegs; ++reg) acc_s[reg] *= args_.prescale;
     }
   }
 
   // S = Q K^T of this warp's 16 rows once more, by the warp alone; Q and K are still in place. The
   // rare way out of a reference that was too low.
-  __device__ __forceinline__ void compute_scores_again(float (&acc_s)[kRegsS]) {
+  template <int kRegs>
+  __device__ __forceinline__ void compute_scores_again(float (&acc_s)[kRegs]) {
 #pragma unroll
-    for (int reg = 0; reg < kRegsS; ++reg) acc_s[reg] = 0.0f;
+    for (int reg = 0; reg < kRegs; ++reg) acc_s[reg] = 0.0f;
     const int lane = opaque(lane_);
     const uint8_t* smem_q = smem_.q[q_slot_];
     const uint8_t* smem_k = smem_.k[k_pos_.last_slot()];
@@ -239,7 +307,7 @@ class Consumer {
       const uint8_t* panel_k =
           smem_k + panel * kCols * 128 + row_k * 128 + (((chunk + chunk_k) ^ (row_k % 8)) * 16);
 #pragma unroll
-      for (int block = 0; block < kCols / 16; ++block) {
+      for (int block = 0; block < kRegs / 8; ++block) {
         uint32_t reg_k[4];
         ptx::ldmatrix_x4(panel_k + block * 16 * 128, reg_k);
 #pragma unroll
@@ -261,27 +329,29 @@ class Consumer {
   }
 
   // S is in registers: what the mask hides becomes -inf.
+  template <int kRegs>
   __device__ __forceinline__ void mask_scores(int32_t flags, const uint8_t* bits,
-                                              float (&acc_s)[kRegsS]) {
+                                              float (&acc_s)[kRegs]) {
+    constexpr int kWords = (kRegs + 15) / 16;
     if (!(flags & (Config::kPartial | Config::kScaled))) return;
     prescale(acc_s);
     if (!(flags & Config::kPartial)) return;
-    uint32_t own[2][Config::kMaskWords];  // bits of the thread's columns
+    uint32_t own[2][kWords];  // bits of the thread's columns
 #pragma unroll
-    for (int word = 0; word < Config::kMaskWords; ++word) {
+    for (int word = 0; word < kWords; ++word) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         own[half][word] = bits[(8 * half * Config::kMaskRowWords + word) * 4];
       }
     }
 #pragma unroll
-    for (int word = 0; word < Config::kMaskWords; ++word) {
+    for (int word = 0; word < kWords; ++word) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int bit = 0; bit < 8; ++bit) {
           const int reg = 4 * (4 * word + bit / 2) + 2 * half + bit % 2;
-          if (reg < kRegsS && !(own[half][word] & (1u << bit))) acc_s[reg] = -INFINITY;
+          if (reg < kRegs && !(own[half][word] & (1u << bit))) acc_s[reg] = -INFINITY;
         }
       }
     }

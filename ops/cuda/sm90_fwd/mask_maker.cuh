@@ -82,7 +82,7 @@ class MaskMaker {
       if (span_idx % 32 == 0) packed = fetch_spans(spans, tile.num_spans, span_idx);
       const Span span = {__shfl_sync(kAllLanes, packed, span_idx % 32)};
       if (span.is_full()) continue;
-      for (int32_t step = 0; step < span.count() * Config::kStepsPerItem; ++step) {
+      for (int32_t step = 0; step < steps_of<Config>(span); ++step) {
         make_step(bounds, block_row, tile.q_tile_idx * kTileQ,
                   span.k_begin() + step * Config::kCols);
       }

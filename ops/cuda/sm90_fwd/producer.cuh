@@ -56,15 +56,16 @@ class Loader {
           packed = fetch_spans(tile_spans<Config>(args_, tile), tile.num_spans, span_idx);
         }
         const Span span = {__shfl_sync(kAllLanes, packed, span_idx % 32)};
-        num_steps = span.count() * Config::kStepsPerItem;
+        num_steps = steps_of<Config>(span);
         k_begin = span.k_begin();
         flags = (span_idx == 0 ? Config::kFirst : 0) | (span.is_full() ? 0 : Config::kPartial);
+        if (Config::kShortCols < Config::kCols && span.ends_short()) flags |= Config::kShort;
         ++span_idx;
       }
       if (num_steps > 0) {
         --num_steps;
         const bool is_last = num_steps == 0 && span_idx == tile.num_spans;
-        load_step(tile, k_begin, flags | (is_last ? Config::kLast : 0));
+        load_step(tile, k_begin, is_last ? flags | Config::kLast : flags & ~Config::kShort);
         flags &= ~Config::kFirst;
         k_begin += Config::kCols;
       }

@@ -19,6 +19,12 @@ __device__ __forceinline__ int64_t mask_list(const FwdArgs& args, int32_t b_idx,
   return int64_t{b_idx} * args.mask.h_mask + mask_head(args, h_idx);
 }
 
+template <class Config>
+__device__ __forceinline__ int32_t steps_of(const Span& span) {
+  const int32_t num_left_out = Config::kStepsPerItem == 2 && span.ends_short() ? 1 : 0;
+  return span.count() * Config::kStepsPerItem - num_left_out;
+}
+
 // The lists that a team of CTAs walks: those of single tiles or of pairs.
 template <class Config>
 __device__ __forceinline__ const SpanLists& team_lists(const FwdArgs& args) {
