@@ -26,7 +26,7 @@ struct alignas(16) RowPieces {
 // Claim:      the pieces add up to x exactly; if x is not finite, they add up to NaN.
 // Because:    24 significant bits are cut into 8, 8 and 8, and bfloat16 has float's exponents.
 // Breaks if:  x is below 2^-110: the last piece then loses bits.
-// Tested by:  test/unit/test_sm90_bwd_row_pieces.py
+// Tested by:  test/unit/test_sm90_bwd_rows.py
 FM3_HOST_DEVICE RowPieces pieces_of(float x, bool is_marked) {
   uint32_t high[3];
   for (int idx = 0; idx < 3; ++idx) {
