@@ -89,7 +89,8 @@ def deterministic_cost(of_case: dict[str, Triple]) -> float | None:
 
 
 def _show(ratio: float | None) -> str:
-    return "–" if ratio is None else f"{ratio:.2f}"
+    """Two digits, cut and not rounded: 0.996 is not 1.00."""
+    return "–" if ratio is None else f"{math.floor(100 * ratio + 1e-9) / 100:.2f}"
 
 
 def geometric_mean(ratios: Sequence[float | None]) -> str:
