@@ -88,9 +88,13 @@ def deterministic_cost(of_case: dict[str, Triple]) -> float | None:
     return None if repeatable is None else _ratio({"bwd": repeatable}, of_case["fm3"].get("bwd"), "bwd")
 
 
+def _cut(value: float, digits: int) -> str:
+    """Not rounded: 0.996 is not 1.00."""
+    return f"{math.floor(value * 10**digits + 1e-9) / 10**digits:.{digits}f}"
+
+
 def _show(ratio: float | None) -> str:
-    """Two digits, cut and not rounded: 0.996 is not 1.00."""
-    return "–" if ratio is None else f"{math.floor(100 * ratio + 1e-9) / 100:.2f}"
+    return "–" if ratio is None else _cut(ratio, 2)
 
 
 def geometric_mean(ratios: Sequence[float | None]) -> str:
@@ -99,7 +103,7 @@ def geometric_mean(ratios: Sequence[float | None]) -> str:
     if not known:
         return "–"
     mean = math.exp(sum(map(math.log, known)) / len(known))
-    return f"{mean:.3f}" + ("" if len(known) == len(ratios) else f" (of {len(known)})")
+    return _cut(mean, 3) + ("" if len(known) == len(ratios) else f" (of {len(known)})")
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
