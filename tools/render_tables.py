@@ -66,6 +66,12 @@ TABLES = {
         "Microseconds to prepare a mask: scan of its bounds + lists, in a row; a single time, nothing of it in the L2",
         f"{gpu_tables.COMMAND} --bench schedule",
     ),
+    "cp_cpu": Table(
+        "cp_cpu.jsonl", "cp", ("impl",), ("ranks",), "{ms_median:.0f} ({ms_p10:.0f} to {ms_p90:.0f}); {held_mb:.3g} MB",
+        "Milliseconds of a step by ranks, median (10th to 90th percentile); what a rank keeps for the backward; 16,384 tokens in "
+        "documents, 4 query and 2 key/value heads of 64, one thread a rank",
+        "tools/bench_cp.py --results results && tools/bench_cp.py --ranks 2 --results results",
+    ),
     "balance": Table(
         "balance_cpu.jsonl", "balance", ("row",), ("algo",),
         "{subopt_vs_best_pct:.1f} % / {max_gap_vs_best_pct:.2f} %",
