@@ -68,8 +68,8 @@ TABLES = {
     ),
     "cp_cpu": Table(
         "cp_cpu.jsonl", "cp", ("impl",), ("ranks",), "{ms_median:.0f} ({ms_p10:.0f} to {ms_p90:.0f}); {held_mb:.3g} MB",
-        "Milliseconds of a step by ranks, median (10th to 90th percentile); what a rank keeps for the backward; 16,384 tokens in "
-        "documents, 4 query and 2 key/value heads of 64, one thread a rank",
+        "Milliseconds of a step by ranks, median (10th to 90th percentile); what a rank keeps for the backward; "
+        "16,384 tokens in documents, 4 query and 2 key/value heads of 64, one thread a rank",
         "tools/bench_cp.py --results results && tools/bench_cp.py --ranks 2 --results results",
     ),
     "balance": Table(
