@@ -145,7 +145,7 @@ struct Sizes {
 // k_full, v_full    1 + bytes       loader (TMA)      consumers             read k, v
 // k_empty, v_empty  8               consumers         loader                overwrite k, v: d <= 128 next V, K
 // q_full[.]         1 + bytes       loader (TMA)      consumers             read q, lse, info
-// q_empty[.]        8               consumers         loader                overwrite q, and lse of two steps later
+// q_empty[.]        8               consumers         loader                overwrite q, and its lse; d <= 128: the next step's
 // dout_full[.]      1 + bytes       loader (TMA)      consumers             read dout, minus_delta, bounds
 // dout_empty[.]     8               consumers         loader                overwrite dout, minus_delta
 // dq_full           8               consumers         writer                read dq
@@ -154,7 +154,8 @@ struct Sizes {
 // event_full[8]     1              writer            counter               read event[.]
 // event_empty[8]    1               counter           writer                overwrite event[.]
 // kStepBarrier      256             consumers         consumers             read both halves of ds, cleared rows of
-//                                                                           q, dout; at a tile's end: stage dV, dK there
+//                                                                           q, dout; at a tile's end: stage dV, dK there.
+//                                                                           192, 256: read p too; overwrite p, ds
 // kGroupBarrier + g 128             warpgroup g       warpgroup g           store what it staged; overwrite it; read
 //                                                                           cleared rows of v
 // kDsFreeBarrier + g 256            warpgroup g       the other warpgroup   overwrite its half of ds (192/128: one buffer)

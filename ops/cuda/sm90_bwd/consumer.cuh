@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warpgroups 1 and 2: the products. Each owns 64 of the 128 keys of S, dP, dK and dV, and half of
-// the columns of dQ, for which both halves of dS meet in shared memory once a step.
+// Warpgroups 1 and 2, the products, for d <= 128. Each owns 64 of the 128 keys of S, dP, dK and dV, and half
+// of the columns of dQ, for which both halves of dS meet in shared memory once a step.
 //
 // Order of one step i. Both warpgroups run in step: they meet once a step, twice more at a tile's end.
 //     issue dP_i, dV_i (P from registers)
@@ -11,7 +11,7 @@
 // S and dP begin at what lse and delta take from them (row_pieces.h), 16 columns of depth more.
 // Nothing is in flight twice a step, behind dV and behind dK: ptxas keeps registers that a product reads until
 // then, so P and dS share theirs. Without, it finds 240 too few and serializes every product.
-// Floors of a step at d = 128, in cycles: 2690 of the tensor cores, 2980 of shared memory, 2000 for the reduction
+// Floors of a step at d = 128, in cycles: 2690 of the tensor cores, 3020 of shared memory, 2000 for the reduction
 // to read its 32 KB. results/sm90_bwd.md has what other orders took.
 #pragma once
 

@@ -3,7 +3,7 @@
 // the rows of S and dP (P and dS meet in shared memory) and half of the columns of dK, dV and dQ.
 // Order of one step, at whose beginning P and dS are in registers:
 //     meet | store P, dS | meet | issue dV, dQ, dK, the next S
-//     stage dQ, at 256 one of two parts | the next P while dK runs, dP, dS | stage the other part
+//     stage dQ while dK and S run, at 256 one of two parts | the next P, dP, dS | stage the other part
 // dV comes first for what waits for dO longest: at 256 its one stage is loaded while dQ, dK and S run.
 #pragma once
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Warp 1: adds each step's part of dQ to its sum; warps 2 and 3 are in dq_convert.cuh. See config.cuh for the idea.
 //
-// A step's dQ is staged in parts (one of all columns, or one a consumer warpgroup), a part in
+// A step's dQ is staged in parts (one of all columns; at 256 two of 128 columns), a part in
 // accumulator order: 8 units [unit blocks][32 lanes] of float4. Unit u, block, lane:
 //     columns of the part: (u / 4) * half of them + 8 * block + 2 * (lane % 4) + {0, 1}
 //     of row 16 * (u % 4) + lane / 4 (x y) and of the row 8 below (z w)
-// At 192/128 half u / 4 has columns [64 (u / 4), + 64) in blocks 0 to 7 and [128 + 32 (u / 4), + 32) in the others.
 // so that consumers store without bank conflicts and the bulk copies see flat arrays. The ring holds
-// one sum a part, in the same order.
+// one sum a part, in the same order. At d_qk 192, 192/128 too, half u / 4 has columns [64 (u / 4), + 64) in blocks
+// 0 to 7 and [128 + 32 (u / 4), + 32) in the others.
 //
 // Claim:      every output row tile is written once, by the sum of all its parts, and the ring is
 //             all zeros when head_done says that a head has left it (in a fixed order the first part is

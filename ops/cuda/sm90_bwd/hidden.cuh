@@ -39,7 +39,8 @@ __device__ __forceinline__ void clear_hidden_rows(Smem<C>& smem, uint32_t count)
 }
 
 // Keys that no row sees, of the consumer warp's share. S has been computed from the tile of K already;
-// the caller fences, and lets those meet who read V before dP and K before dQ. Query heads of a group
+// the caller fences, and lets those meet who read K before dQ and, for d <= 128, V before dP (elsewhere dP comes
+// first, and hide_packed sets what it becomes to 0). Query heads of a group
 // that have masks of their own may show a key each other hides, so for those K and V stay as they are.
 template <class C>
 __device__ __forceinline__ void clear_hidden_keys(const KernelArgs& args, typename C::T* k,

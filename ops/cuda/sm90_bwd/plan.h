@@ -120,7 +120,7 @@ FM3_HOST_DEVICE bool drifts_apart(const PlanInput& in, const VisitSummary& visit
 }
 
 // Expected duration in steps of a multiprocessor, if items have `part_heads` query heads and those of
-// `together` head parts take turns. (In float: one thread computes some twenty of these.)
+// `together` head parts take turns. (In float: a lane computes each of some twenty.)
 FM3_HOST_DEVICE float plan_cost(const PlanInput& in, const VisitSummary& visits, int32_t part_heads,
                                 int32_t together) {
   const float num_parts = in.group / part_heads;

@@ -97,7 +97,7 @@ __device__ __forceinline__ void list_items(const KernelArgs& args, int32_t dq_pa
   args.items[work_idx] = tile;
 }
 
-// --- 2. Rows: lse in log2, delta, and dq of row tiles without visitors --------------------------
+// --- 2. Rows: lse and delta as the kernel takes them, dq of row tiles without visitors -----------
 // The first blocks of a sequence make the list of work: a launch less (3 to 5 us).
 // A block reads kRows rows of kHeads neighbouring heads, 16 lanes a head: where rows of all heads lie together,
 // 4 KB at a time.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// lse and delta of a query row as operands of a product, for d <= 128: S and dP are accumulators of 64 keys by
+// lse and delta of a query row as operands of a product, for d <= 128 and 192/128: S and dP are accumulators of 64 keys by
 // 64 rows, so what is taken from every number of a row is a product of a column of ones and a row of numbers.
 // A thread then loads none of them: 32 numbers a step, their latency, and 190 wavefronts of shared memory.
 // Plain C++: the tests run it on the host.
