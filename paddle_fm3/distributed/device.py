@@ -186,9 +186,8 @@ class Sm90Device:
 
     def upload(self, array: NDArray[Any]) -> int:
         dense = np.ascontiguousarray(array)
-        address = self.malloc(dense.nbytes)
-        if dense.nbytes:
-            with self._own_stream() as stream:
+        with self._filled(dense.nbytes) as (address, stream):
+            if dense.nbytes:
                 self.copy(self.copies([(address, dense.ctypes.data, dense.nbytes)]), stream)
         return address
 
@@ -256,8 +255,7 @@ class Sm90Device:
     # --- kernels ---------------------------------------------------------------------------------
 
     def schedule(self, mask: MaskView, num_local: int | None) -> int:
-        schedule = self.malloc(self._library.fm3_sm90_schedule_bytes(ctypes.byref(mask)))
-        with self._own_stream() as stream:
+        with self._filled(self._library.fm3_sm90_schedule_bytes(ctypes.byref(mask))) as (schedule, stream):
             self._call("build_schedule", ctypes.byref(mask), schedule, stream)
             if num_local is not None:
                 self._call("order_local_first", ctypes.byref(mask), schedule, num_local, stream)
@@ -265,19 +263,26 @@ class Sm90Device:
 
     def bwd_schedule(self, mask: MaskView) -> BwdSchedule:
         num_bytes = self._library.fm3_sm90_bwd_schedule_bytes(ctypes.byref(mask))
-        made = BwdSchedule(mask, self.malloc(num_bytes), num_bytes)
-        with self._own_stream() as stream:
+        with self._filled(num_bytes) as (address, stream):
+            made = BwdSchedule(mask, address, num_bytes)
             self._call("build_bwd_schedule", ctypes.byref(made), stream)
         return made
 
     @contextmanager
-    def _own_stream(self) -> Iterator[int]:
-        """A stream, until what is enqueued there inside has run."""
-        stream = self.stream_create()
-        yield stream
-        while not self.stream_is_done(stream):
-            pass
-        self._call("stream_destroy", stream)
+    def _filled(self, num_bytes: int) -> Iterator[tuple[int, int]]:
+        """New device memory and a stream to fill it on, until that has run; both are given back if it fails."""
+        address = self.malloc(num_bytes)
+        try:
+            stream = self.stream_create()
+            try:
+                yield address, stream
+                while not self.stream_is_done(stream):
+                    pass
+            finally:
+                self._call("stream_destroy", stream)
+        except BaseException:
+            self.free(address)
+            raise
 
     def forward(self, params: FwdParams, stream: int) -> None:
         self._run("fwd", params, stream)

@@ -22,6 +22,7 @@ class StubLibrary:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.status = 0
+        self.failing: str | None = None  # the one function that returns 1
         self._functions: dict[str, Any] = {}
         self.declared: dict[str, Any] = {}
         _c_api.declare(self, "sm90")  # type: ignore[arg-type]
@@ -36,7 +37,9 @@ class StubLibrary:
                 arguments[-1][0] = 4096
             if name.endswith("is_done"):
                 arguments[-1][0] = 1
-            return 128 if name.endswith("bytes") else self.status
+            if name.endswith("bytes"):
+                return 128
+            return 1 if name == f"fm3_sm90_{self.failing}" else self.status
 
         if name.endswith("last_error"):
             return lambda: b"fm3_sm90: no"
@@ -102,6 +105,17 @@ def test_a_status_becomes_the_library_s_message(library: StubLibrary) -> None:
     for call in (lambda: device.malloc(1), lambda: device.pack(PackParams(), 1), lambda: device.free(1)):
         with pytest.raises(DeviceError, match="fm3_sm90: no"):
             call()
+
+
+@pytest.mark.parametrize("failing", ["build_schedule", "build_bwd_schedule", "copy", "order_local_first"])
+def test_what_cannot_be_filled_is_given_back(library: StubLibrary, failing: str) -> None:
+    device = Sm90Device(library)  # type: ignore[arg-type]
+    library.failing = failing
+    with pytest.raises(DeviceError, match="fm3_sm90: no"):
+        device.upload(np.arange(5))
+        device.schedule(MaskView(), 100)
+        device.bwd_schedule(MaskView())
+    assert library.calls[-3:] == [failing, "stream_destroy", "free"]
 
 
 def test_workspaces_grow_and_are_kept_by_stream(library: StubLibrary) -> None:
