@@ -40,7 +40,9 @@ FM3_EXPORT int64_t fm3_sm90_schedule_bytes(const fm3::MaskView* mask);
 FM3_EXPORT int32_t fm3_sm90_build_schedule(const fm3::MaskView* mask, void* schedule, void* stream);
 // The first pass of fm3_sm90_build_schedule alone, the only one that reads all bounds: to time it.
 FM3_EXPORT int32_t fm3_sm90_scan_bounds(const fm3::MaskView* mask, void* schedule, void* stream);
-// Likewise for the backward (params.bwd_schedule): device bytes, and content, enqueued on `stream`.
+// Likewise for the backward (params.bwd_schedule): device bytes, and content, enqueued on `stream`. Up to 4,194,240
+// keys, where a call that makes its own lists serves twice as many at head dims up to 128 and at 192/128. A call's
+// workspace is smaller with one: ask for its bytes with the same params.bwd_schedule.
 FM3_EXPORT int64_t fm3_sm90_bwd_schedule_bytes(const fm3::MaskView* mask);
 FM3_EXPORT int32_t fm3_sm90_build_bwd_schedule(const fm3::BwdSchedule* bwd_schedule, void* stream);
 FM3_EXPORT const char* fm3_sm90_last_error();
