@@ -30,7 +30,7 @@ from paddle_fm3.distributed.device_page import FAILURE_OFFSET, NOTE_SCALE, NUM_R
 from paddle_fm3.distributed.device_trace import span_of
 from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Ticket
 from paddle_fm3.distributed.rendezvous import machine_name
-from paddle_fm3.distributed.transport import TransportError
+from paddle_fm3.distributed.transport import NOT_ALIKE, TransportError
 
 Record = dict[str, Any]
 ExchangeRecords = Callable[[Record], list[Record]]
@@ -198,8 +198,7 @@ class IpcTransport(DeviceTransport):
         others = [rank for rank, note in posted.items() if note != posted.get(self.rank)]
         self._page.fail(
             f"rank {self.rank} of {self.num_ranks} is at '{mine.batch.name}' of call {mine.call} and rank "
-            f"{', '.join(map(str, others))} is not: the ranks do not make the same calls in the same order "
-            "(has only one of them met an exception?)"
+            f"{', '.join(map(str, others))} is not: {NOT_ALIKE}"
         )
         self._page.release(self._num_posts + _FAR)
         self.check()

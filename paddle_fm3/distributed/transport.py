@@ -36,7 +36,7 @@ _END_TIMEOUT_S = 1.0
 # What a phase moves. Phase numbers hold it, so that ranks which do different things are found out.
 RECORDS, KEY_ROWS, GRAD_ROWS = "comparison of the ranks' arguments", "K/V rows", "dK/dV sums"
 _PHASE_KINDS = (RECORDS, KEY_ROWS, GRAD_ROWS)
-_NOT_ALIKE = "the ranks do not make the same calls in the same order (has only one of them met an exception?)"
+NOT_ALIKE = "the ranks do not make the same calls in the same order (has only one of them met an exception?)"
 
 Parts = list[memoryview]  # contiguous bytes, in order
 OnDone = Callable[[float], None]  # called with the time (trace.now_us) of the message's first byte
@@ -374,7 +374,7 @@ class TcpTransport:
         if call != message.call:  # of calls that look alike: the bytes would fit
             raise TransportError(
                 f"rank {peer.rank} is in the backward of call {call} while rank {self.rank} is in that of call "
-                f"{message.call}: {_NOT_ALIKE}"
+                f"{message.call}: {NOT_ALIKE}"
             )
         wanted = sum(part.nbytes for part in message.parts)
         if wanted != num_bytes:
@@ -394,7 +394,7 @@ class TcpTransport:
             if number == theirs[0] and kind != theirs[1]:
                 raise TransportError(
                     f"rank {peer.rank} is at '{_PHASE_KINDS[theirs[1]]}' while rank {self.rank} is at "
-                    f"'{_PHASE_KINDS[kind]}': {_NOT_ALIKE}"
+                    f"'{_PHASE_KINDS[kind]}': {NOT_ALIKE}"
                 )
 
     def _was_told(self, reason: bytearray, _begin_us: float) -> None:

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda_on_host.h"
+#include "ops/cuda/schedule/with_form.cuh"
 #include "ops/cuda/sm90_bwd/list_kernels.cuh"
 
 using namespace fm3;
@@ -31,18 +32,7 @@ int64_t lists_bytes(const MaskView* mask) {
 void build_lists(const MaskView* mask, void* blob) {
   MaskLists lists;
   lists_layout(*mask, kBlockKs, kNumBlockKs, blob, &lists);
-  switch (mask->form) {
-    case BoundForm::kLower1:
-      return build<BoundForm::kLower1>(*mask, lists);
-    case BoundForm::kLower2:
-      return build<BoundForm::kLower2>(*mask, lists);
-    case BoundForm::kOuter2:
-      return build<BoundForm::kOuter2>(*mask, lists);
-    case BoundForm::kBoth4:
-      return build<BoundForm::kBoth4>(*mask, lists);
-    default:
-      return build<BoundForm::kNone>(*mask, lists);
-  }
+  sm90::with_form(mask->form, [&](auto form) { build<decltype(form)::value>(*mask, lists); });
 }
 
 // Where the parts begin of the lists of key tiles of block_k keys: bounds, step_bits, step_chunks, tile_steps,

@@ -6,6 +6,7 @@
 
 #include "cuda_on_host.h"
 #include "ops/cuda/schedule/launch_sizes.cuh"
+#include "ops/cuda/schedule/with_form.cuh"
 
 using namespace fm3;
 using namespace fm3::sm90;
@@ -64,18 +65,7 @@ int64_t schedule_bytes(const MaskView* mask) { return schedule_layout(*mask, nul
 void build_schedule(const MaskView* mask, void* blob) {
   ScheduleView schedule;
   schedule_layout(*mask, blob, &schedule);
-  switch (mask->form) {
-    case BoundForm::kLower1:
-      return build<BoundForm::kLower1>(*mask, schedule);
-    case BoundForm::kLower2:
-      return build<BoundForm::kLower2>(*mask, schedule);
-    case BoundForm::kOuter2:
-      return build<BoundForm::kOuter2>(*mask, schedule);
-    case BoundForm::kBoth4:
-      return build<BoundForm::kBoth4>(*mask, schedule);
-    default:
-      return build<BoundForm::kNone>(*mask, schedule);
-  }
+  with_form(mask->form, [&](auto form) { build<decltype(form)::value>(*mask, schedule); });
 }
 
 // Byte offsets of the totals, of order, costs and spans of tiles, then of pairs; and max_spans.

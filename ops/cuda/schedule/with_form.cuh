@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <type_traits>
 
 #include "fm3/mask.h"
@@ -11,7 +9,7 @@ namespace fm3::sm90 {
 
 // f(form) with the mask's form as a constant.
 template <class Function>
-cudaError_t with_form(BoundForm form, Function function) {
+auto with_form(BoundForm form, Function function) {
   switch (form) {
     case BoundForm::kLower1:
       return function(std::integral_constant<BoundForm, BoundForm::kLower1>());
