@@ -170,9 +170,9 @@ struct alignas(1024) Smem {
   float dq[Sizes<C>::kPartFloats];                                // accumulator order, see dq.cuh
   float dq_back[kBackBuffers][Sizes<C>::kPieceFloats];            // pieces of a finished sum
   typename C::T p[C::kSplitsColumns ? C::kBlockK * kBlockQ : 8];  // P^T, if both warpgroups need it
-  int4 bounds[2][C::kBlockK];
   RowValue<C> lse[C::kLseStages][kBlockQ];
   RowValue<C> minus_delta[C::kDoutStages][kBlockQ];
+  int4 bounds[2][C::kBlockK];
   StepInfo info[kNumInfo];
   TileInfo tile[2];
   DqEvent event[kNumEvents];
