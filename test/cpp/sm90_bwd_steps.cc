@@ -36,7 +36,11 @@ float plan_cost(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary* vis
   return sm90_bwd::plan_cost(*in, *visits, part_heads, together);
 }
 
-// part_heads, num_parts, heads_together, ring_slots, is_in_order
+int32_t wave_end(int32_t work_idx, int32_t num_items, int32_t wave_items) {
+  return sm90_bwd::wave_end(work_idx, num_items, wave_items);
+}
+
+// part_heads, num_parts, heads_together, ring_slots, is_in_order, wave_items
 void choose_plan(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary* visits,
                  int32_t* plan) {
   const sm90_bwd::WorkPlan chosen =

@@ -41,6 +41,7 @@ class Plan:
     heads_together: int
     ring_slots: int
     is_in_order: int = 0
+    wave_items: int = 0
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def full(s: int) -> VisitSummary:
 
 
 def choose(library: ctypes.CDLL, given: PlanInput, visits: VisitSummary) -> Plan:
-    plan = (ctypes.c_int32 * 5)()
+    plan = (ctypes.c_int32 * 6)()
     library.choose_plan(ctypes.byref(given), ctypes.byref(visits), plan)
     return Plan(*plan)
 
@@ -217,6 +218,27 @@ def test_parts_come_in_turns_where_few_come_in_turns_anyway(library: ctypes.CDLL
     assert not in_order(summary(with_sink, apart_up=62, apart_down=62))
     assert not in_order(causal(8192)) and not in_order(full(8192))
     assert in_order(causal(8192), deterministic=True)
+
+
+def test_equal_walks_beyond_l2_begin_in_waves(library: ctypes.CDLL) -> None:
+    def wave_items(visits: VisitSummary, heads: tuple[int, int] = (32, 32), s: int = 131072, **options: bool) -> int:
+        return choose(library, plan_input(heads, 131072 // s, s, **options), visits).wave_items
+
+    assert wave_items(full(131072)) == NUM_SMS
+    assert wave_items(full(131072), deterministic=True) == NUM_SMS
+    assert wave_items(full(32768), s=32768) == 0  # a head's rows fit into L2
+    assert wave_items(causal(131072)) == 0
+    steps = np.full(1024, 2048)
+    steps[5] -= 1
+    assert wave_items(summary(steps, apart_up=0, apart_down=0)) == 0
+    assert wave_items(full(131072), heads=(32, 4)) == 0
+
+
+def test_a_wave_waits_for_whole_waves_only(library: ctypes.CDLL) -> None:
+    ends = [library.wave_end(work_idx, 300, 132) for work_idx in range(300)]
+    assert ends == [132] * 132 + [264] * 132 + [0] * 36
+    assert library.wave_end(263, 264, 132) == 264
+    assert library.wave_end(5, 300, 0) == 0
 
 
 def test_a_fixed_order_walks_down_only_by_key(library: ctypes.CDLL) -> None:

@@ -28,6 +28,8 @@
 
 namespace fm3::sm90_bwd {
 
+constexpr int32_t kWaveTries = 256;  // some 300 us, of a walk of 3 ms and more
+
 __device__ __forceinline__ int32_t load_acquire(const int32_t* address) {
   int32_t value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -110,6 +112,7 @@ class DqWriter {
       if (tile.num_steps < 0) break;
       // Before the first part is there to be added: asking takes a while.
       if (tile.num_steps > 0) wait_for_ring(tile);
+      wait_for_wave(tile);
       for (int32_t part = tile.num_steps * C::kDqParts; part > 0; --part, ++dq_pos.count) {
         // The turn is waited for while the products run, see add(). (The consumers had this step's Q, and hence its info,
         // before they handed over the dQ before it.)
@@ -144,6 +147,17 @@ class DqWriter {
     if (before < 0) return;
     wait_at_least(args_.head_done + before, tile.ring_before_sums);
     fence_proxy_async_all();
+  }
+
+  // Until every item of the wave is claimed (a few steps before the end of what that CTA has). The products stop for it
+  // after two steps. Not for ever: nothing depends on it, and a CTA that is not running would claim none.
+  __device__ __forceinline__ void wait_for_wave(const volatile TileInfo& tile) const {
+    const auto num_claimed = static_cast<int32_t>(tile.flags >> kItemWaveShift);
+#pragma unroll 1
+    for (int32_t tries = num_claimed == 0 ? 0 : kWaveTries; tries > 0; --tries) {
+      if (*static_cast<const volatile int32_t*>(args_.next_work) >= num_claimed) break;
+      __nanosleep(500);
+    }
   }
 
   __device__ __forceinline__ int32_t sum_index(const volatile TileInfo& tile,
