@@ -265,7 +265,9 @@ std::string check_schedule(const BwdSchedule& schedule) {
   const int64_t needed = schedule_bytes(schedule.mask);
   if (needed > 0 && schedule.data == nullptr) return "bwd_schedule.data is nullptr";
   if (reinterpret_cast<uintptr_t>(schedule.data) % 16 != 0) {
-    return "bwd_schedule.data is not aligned to 16 bytes";
+    std::ostringstream text;
+    text << "bwd_schedule.data=" << schedule.data << "; expected a multiple of 16 bytes";
+    return text.str();
   }
   if (schedule.bytes < needed) {
     return "bwd_schedule.bytes=" + std::to_string(schedule.bytes) +

@@ -39,6 +39,19 @@ std::string check_multiple_of_8(const char* name, int64_t value) {
   return std::string(name) + "=" + std::to_string(value) + "; expected a multiple of 8";
 }
 
+// b batch entries of `rows` (named) of row_elems elements each.
+std::string check_size(int32_t b, const char* name, int64_t rows, int64_t row_elems) {
+  using fm3::sm90::kMostRowBatch, fm3::sm90::kMostRowVecs;
+  if (b < 0 || b > kMostRowBatch) {
+    return "b=" + std::to_string(b) + "; expected 0 to " + std::to_string(kMostRowBatch);
+  }
+  const int64_t row_vecs = row_elems / 8;
+  if (rows >= 0 && (row_vecs == 0 || rows <= kMostRowVecs / row_vecs)) return "";
+  return std::string(name) + "=" + std::to_string(rows) + " with " + std::to_string(row_elems) +
+         " elements each; expected 0 to " + std::to_string(kMostRowVecs / row_vecs) +
+         " a batch entry";
+}
+
 std::string check_outputs(const fm3::CheckSameParams& params) {
   if (params.num_outputs < 0 || params.num_outputs > fm3::kMaxCheckedOutputs) {
     return "num_outputs=" + std::to_string(params.num_outputs) + "; expected 0 to " +
@@ -80,6 +93,7 @@ int32_t fm3_sm90_sum_parts(const fm3::SumPartsParams* params, void* stream) {
 int32_t fm3_sm90_sum_rows(const fm3::SumRowsParams* params, void* stream) {
   std::string error = params == nullptr ? "params is nullptr" : check_dtype(params->dtype);
   if (error.empty()) error = check_multiple_of_8("row_elems", params->row_elems);
+  if (error.empty()) error = check_size(params->b, "num_rows", params->num_rows, params->row_elems);
   return finish("fm3_sm90_sum_rows", error, launch_erased<fm3::SumRowsParams, fm3::sm90::sum_rows>,
                 params, stream);
 }
@@ -90,6 +104,9 @@ int32_t fm3_sm90_pack(const fm3::PackParams* params, void* stream) {
     error = fm3::sm90::check_vector_access("from", params->from, params->stride_from, params->b,
                                            params->s, params->h);
   }
+  if (error.empty()) {
+    error = check_size(params->b, "s", params->s, int64_t{params->h} * params->d);
+  }
   return finish("fm3_sm90_pack", error, launch_erased<fm3::PackParams, fm3::sm90::pack>, params,
                 stream);
 }
@@ -97,6 +114,9 @@ int32_t fm3_sm90_pack(const fm3::PackParams* params, void* stream) {
 int32_t fm3_sm90_merge(const fm3::MergeParams* params, void* stream) {
   std::string error = params == nullptr ? "params is nullptr" : check_dtype(params->dtype);
   if (error.empty()) error = check_multiple_of_8("d_v", params->d_v);
+  if (error.empty()) {
+    error = check_size(params->b, "s_q", params->s_q, int64_t{params->h_q} * params->d_v);
+  }
   if (error.empty()) error = check_parts(params->num_parts, params->parts);
   return finish("fm3_sm90_merge", error, launch_erased<fm3::MergeParams, fm3::sm90::merge>, params,
                 stream);

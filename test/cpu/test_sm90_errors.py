@@ -9,6 +9,7 @@ import shutil
 import pytest
 
 from paddle_fm3 import _native
+from paddle_fm3._device_api import MergeParams, PackParams, SumRowsParams
 from paddle_fm3._c_api import BoundForm, BwdParams, BwdSchedule, DType, FwdParams, MaskView, Shape, Strides
 
 pytestmark = pytest.mark.skipif(not _native.is_built("fm3_sm90"), reason="needs libfm3_sm90.so (-DFM3_CUDA=ON)")
@@ -129,7 +130,7 @@ def bwd_schedule(library: ctypes.CDLL, mask: MaskView, **changes: object) -> Bwd
         ({"bounds": 2 * SOMEWHERE}, "bounds=0x200000"),
         ({"block_mask": SOMEWHERE}, "block_mask=0x100000"),
         ({"data": None}, "bwd_schedule.data is nullptr"),
-        ({"data": SOMEWHERE + 8}, "bwd_schedule.data is not aligned to 16 bytes"),
+        ({"data": SOMEWHERE + 8}, "bwd_schedule.data=0x100008; expected a multiple of 16 bytes"),
         ({"bytes": 1000}, "bwd_schedule.bytes=1000; fm3_sm90_bwd_schedule_bytes asks for "),
     ],
     ids=str,
@@ -195,3 +196,24 @@ def test_backward_schedule_bytes_stay_small(library: ctypes.CDLL) -> None:
     """One mask head of 128K tokens: 2 MiB of bounds, 3 of lists by key tiles of 128 and of 64."""
     mask = MaskView(SOMEWHERE, None, BoundForm.LOWER1, 1, 1, 1, 131072, 131072)
     assert library.fm3_sm90_bwd_schedule_bytes(ctypes.byref(mask)) < 11 << 19  # 5.5 MiB
+
+
+@pytest.mark.parametrize(
+    ("kernel", "params", "message"),
+    [
+        ("sum_rows", SumRowsParams(DType.BFLOAT16, 0, 65536, 1, 8), "b=65536; expected 0 to 65535"),
+        ("sum_rows", SumRowsParams(DType.BFLOAT16, 0, 1, -1, 8), "num_rows=-1 with 8 elements each; expected 0 to 2000"),
+        ("sum_rows", SumRowsParams(DType.BFLOAT16, 0, 1, 1 << 21, 8192),
+         "num_rows=2097152 with 8192 elements each; expected 0 to 1953125 a batch entry"),
+        ("pack", PackParams(-1, 1, 1, 8, SOMEWHERE, Strides(8, 8, 8)), "b=-1; expected 0 to 65535"),
+        ("pack", PackParams(1, 1 << 22, 32, 128, SOMEWHERE, Strides(8, 8, 8)),
+         "s=4194304 with 4096 elements each; expected 0 to 3906250 a batch entry"),
+        ("merge", MergeParams(DType.BFLOAT16, 1, 65536, 1, 1, 8), "b=65536; expected 0 to 65535"),
+    ],
+)  # fmt: skip
+def test_row_kernels_name_sizes_they_cannot_launch(
+    library: ctypes.CDLL, kernel: str, params: ctypes.Structure, message: str
+) -> None:
+    function = getattr(library, f"fm3_sm90_{kernel}")
+    assert function(ctypes.byref(params), None) == INVALID_ARGUMENT
+    assert message in library.fm3_sm90_last_error().decode(), library.fm3_sm90_last_error()

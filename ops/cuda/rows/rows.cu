@@ -192,13 +192,12 @@ uint32_t num_ctas(int64_t num_vecs) {
   return static_cast<uint32_t>(std::min<int64_t>((num_vecs + kThreads - 1) / kThreads, kMaxCtas));
 }
 
-// Launches `kernel` over num_vecs vectors of each of b batch entries.
+// Launches `kernel` over num_vecs vectors of each of b batch entries; the dispatch has checked both.
 template <int kEach, class Kernel, class Params, class... Divisors>
 cudaError_t launch_each(Kernel* kernel, const Params& params, int32_t b, int64_t num_vecs,
                         cudaStream_t stream, Divisors... divisors) {
   if (b == 0 || num_vecs == 0) return cudaSuccess;
-  constexpr int64_t kMostVecs = INT32_MAX - kThreads * kEach;  // 32 GB a batch entry
-  if (num_vecs > kMostVecs || b > UINT16_MAX) return cudaErrorInvalidConfiguration;
+  static_assert(kMostRowVecs + kThreads * kEach <= INT32_MAX);
   const dim3 grid(static_cast<uint32_t>((num_vecs + kThreads * kEach - 1) / (kThreads * kEach)),
                   static_cast<uint32_t>(b));
   kernel<<<grid, kThreads, 0, stream>>>(params, divisors..., static_cast<uint32_t>(num_vecs));

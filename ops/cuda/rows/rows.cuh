@@ -8,6 +8,11 @@
 
 namespace fm3::sm90 {
 
+// Of one launch of sum_rows, pack or merge: batch entries, and vectors of 8 elements in each (32 GB; a thread counts
+// them in 32 bits).
+constexpr int32_t kMostRowBatch = 65535;
+constexpr int64_t kMostRowVecs = 2'000'000'000;
+
 cudaError_t sum_parts(const SumPartsParams& params, cudaStream_t stream);
 cudaError_t sum_rows(const SumRowsParams& params, cudaStream_t stream);
 cudaError_t pack(const PackParams& params, cudaStream_t stream);
