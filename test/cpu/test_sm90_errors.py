@@ -9,8 +9,8 @@ import shutil
 import pytest
 
 from paddle_fm3 import _native
-from paddle_fm3._device_api import MergeParams, PackParams, SumRowsParams
 from paddle_fm3._c_api import BoundForm, BwdParams, BwdSchedule, DType, FwdParams, MaskView, Shape, Strides
+from paddle_fm3._device_api import MergeParams, PackParams, SumRowsParams
 
 pytestmark = pytest.mark.skipif(not _native.is_built("fm3_sm90"), reason="needs libfm3_sm90.so (-DFM3_CUDA=ON)")
 OK, INVALID_ARGUMENT, UNSUPPORTED = 0, 1, 2
