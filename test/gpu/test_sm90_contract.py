@@ -185,6 +185,21 @@ def test_offsets_beyond_32_bits(sm90: Sm90, backend: Sm90Backward) -> None:
             assert relative_error(x[b_idx, :, h_idx], ref[:, 0] if name == "dq" else ref) <= 5e-3, name
 
 
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_items_that_begin_in_waves(sm90: Sm90, backend: Sm90Backward, is_deterministic: bool) -> None:
+    """A full mask whose rows L2 does not hold (`comes_in_waves`): two waves and the rest of a third."""
+    s = 50176
+    case = wide_case("full", s=s, b=1, heads=(1, 1))
+    mask = GpuMask.of(case)
+    q, k, v, dout = (torch.randn(1, s, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    out, lse = sm90.forward(q, k, v, mask)
+    grads = backend.backward(BackwardInputs(q, k, v, out, lse, dout), mask, is_deterministic=is_deterministic)
+    wanted = reference_head(q, k, v, dout, mask, 0, 0)
+    for name, x in grads.items():
+        ref = getattr(wanted, name)
+        assert relative_error(x[0, :, 0], ref[:, 0] if name == "dq" else ref) <= 5e-3, name
+
+
 SMALL = [case for case in HOSTILE_CASES if is_served(case)]
 
 
