@@ -186,18 +186,24 @@ def test_offsets_beyond_32_bits(sm90: Sm90, backend: Sm90Backward) -> None:
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
-def test_items_that_begin_in_waves(sm90: Sm90, backend: Sm90Backward, is_deterministic: bool) -> None:
-    """A full mask whose rows L2 does not hold (`comes_in_waves`): two waves and the rest of a third."""
+@pytest.mark.parametrize(("kind", "heads"), [("full", 1), ("causal", 3)])
+def test_rows_beyond_l2(sm90: Sm90, backend: Sm90Backward, kind: str, heads: int, is_deterministic: bool) -> None:
+    """Two waves of items and the rest of a third (`comes_in_waves`); a fixed order walked down (`goes_by_key`)."""
     s = 50176
-    case = wide_case("full", s=s, b=1, heads=(1, 1))
+    case = wide_case(kind, s=s, b=1, heads=(heads, heads))
     mask = GpuMask.of(case)
-    q, k, v, dout = (torch.randn(1, s, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    q, k, v, dout = (torch.randn(1, s, heads, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     out, lse = sm90.forward(q, k, v, mask)
-    grads = backend.backward(BackwardInputs(q, k, v, out, lse, dout), mask, is_deterministic=is_deterministic)
-    wanted = reference_head(q, k, v, dout, mask, 0, 0)
-    for name, x in grads.items():
-        ref = getattr(wanted, name)
-        assert relative_error(x[0, :, 0], ref[:, 0] if name == "dq" else ref) <= 5e-3, name
+    inputs = BackwardInputs(q, k, v, out, lse, dout)
+    grads = backend.backward(inputs, mask, is_deterministic=is_deterministic)
+    for h_idx in range(heads):
+        wanted = reference_head(q, k, v, dout, mask, 0, h_idx)
+        for name, x in grads.items():
+            ref = getattr(wanted, name)
+            assert relative_error(x[0, :, h_idx], ref[:, 0] if name == "dq" else ref) <= 5e-3, name
+    if is_deterministic:
+        again = backend.backward(inputs, mask, is_deterministic=True)
+        assert_same_bits(case.name, values(grads), values(again))
 
 
 SMALL = [case for case in HOSTILE_CASES if is_served(case)]

@@ -242,8 +242,10 @@ def test_a_wave_waits_for_whole_waves_only(library: ctypes.CDLL) -> None:
 
 
 def test_a_fixed_order_walks_down_only_by_key(library: ctypes.CDLL) -> None:
-    def walk(heads: tuple[int, int], b: int, visits: VisitSummary, same_mask: bool = True, **options: bool) -> int:
-        given = plan_input(heads, b, 8192, **options)
+    def walk(
+        heads: tuple[int, int], b: int, visits: VisitSummary, same_mask: bool = True, s: int = 8192, **options: bool
+    ) -> int:
+        given = plan_input(heads, b, s, **options)
         return library.choose_item_walk(ctypes.byref(given), ctypes.byref(visits), same_mask)
 
     fixed = {"deterministic": True}
@@ -251,9 +253,13 @@ def test_a_fixed_order_walks_down_only_by_key(library: ctypes.CDLL) -> None:
     assert walk((32, 4), 16, causal(8192), same_mask=False, **fixed) == UP  # heads with orders of their own
     assert walk((32, 4), 1, causal(8192), **fixed) == UP  # the longest first is what few items need
     assert walk((32, 32), 16, causal(8192), **fixed) == UP
+    assert walk((32, 32), 4, causal(32768), s=32768, **fixed) == UP
+    assert walk((32, 32), 1, causal(131072), s=131072, **fixed) == DOWN_ALIGNED  # rows beyond L2
     assert walk((32, 32), 16, causal(8192)) == DOWN_ALIGNED
     assert walk((32, 4), 16, full(8192), **fixed) == UP_ALIGNED
     # What test/gpu counts on.
+    assert walk((3, 3), 1, causal(50176), s=50176, **fixed) == DOWN_ALIGNED
+    assert choose(library, plan_input((1, 1), 1, 50176), full(50176)).wave_items == NUM_SMS
     given = plan_input((16, 8), 8, 2048, deterministic=True)
     assert library.choose_item_walk(ctypes.byref(given), ctypes.byref(causal(2048)), True) == DOWN_ALIGNED
 
