@@ -195,6 +195,7 @@ def test_keys_come_in_order_only_where_late_ones_are_cheap(library: ctypes.CDLL)
     assert goes_by_key((32, 4), 16, 8192, documents)
     assert not goes_by_key((32, 4), 1, 8192, documents)  # few items: the longest first
     assert not goes_by_key((32, 32), 16, 8192, documents)  # no group to share rows
+    assert goes_by_key((32, 32), 1, 131072, np.tile(documents, 16))  # rows beyond L2
     # A rank's own keys, then received ones that nearly every row sees: those must not start last.
     received = np.concatenate([np.arange(64, 0, -2), np.full(96, 128)])
     assert not goes_by_key((32, 4), 1, 16384, received)
@@ -228,6 +229,8 @@ def test_equal_walks_beyond_l2_begin_in_waves(library: ctypes.CDLL) -> None:
     assert wave_items(full(131072), deterministic=True) == NUM_SMS
     assert wave_items(full(32768), s=32768) == 0  # a head's rows fit into L2
     assert wave_items(causal(131072)) == 0
+    eight = summary(np.full(1024, 128), apart_up=14, apart_down=14)  # full documents of 8K: short walks
+    assert wave_items(eight) == 0
     steps = np.full(1024, 2048)
     steps[5] -= 1
     assert wave_items(summary(steps, apart_up=0, apart_down=0)) == 0
@@ -255,6 +258,8 @@ def test_a_fixed_order_walks_down_only_by_key(library: ctypes.CDLL) -> None:
     assert walk((32, 32), 16, causal(8192), **fixed) == UP
     assert walk((32, 32), 4, causal(32768), s=32768, **fixed) == UP
     assert walk((32, 32), 1, causal(131072), s=131072, **fixed) == DOWN_ALIGNED  # rows beyond L2
+    documents = summary(np.tile(np.arange(42, 0, -2), 49)[:1024], apart_up=975, apart_down=48)
+    assert walk((32, 32), 1, documents, s=131072, **fixed) == UP  # walks are short
     assert walk((32, 32), 16, causal(8192)) == DOWN_ALIGNED
     assert walk((32, 4), 16, full(8192), **fixed) == UP_ALIGNED
     # What test/gpu counts on.
