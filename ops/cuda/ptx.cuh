@@ -123,6 +123,20 @@ __device__ __forceinline__ void mbar_wait_warp(Barrier* barrier, uint32_t parity
   __syncwarp();
 }
 
+// True in one lane of a converged warp. ptxas knows that it is one: behind another condition it puts a loop over lanes
+// round every TMA instruction.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t is_elected;
+  asm volatile("{\n .reg .pred p;\n elect.sync _|p, 0xFFFFFFFF;\n selp.u32 %0, 1, 0, p;\n}\n"
+               : "=r"(is_elected));
+  return is_elected != 0;
+}
+// A value that is the same in all lanes, for ptxas to know it: operands of TMA come from uniform registers.
+template <class T>
+__device__ __forceinline__ T uniform(T value) {
+  return __shfl_sync(0xFFFFFFFF, value, 0);
+}
+
 // --- Fences ------------------------------------------------------------------------------------
 // Ordinary shared-memory writes of this thread become visible to TMA and wgmma (then a barrier).
 __device__ __forceinline__ void fence_proxy_async() {
@@ -137,15 +151,20 @@ constexpr uint64_t kEvictLast = 0x14F0000000000000;
 
 // Box of `map` at (c0, c1, c2, c3), c0 innermost; may start below 0 or end past the tensor: such
 // elements are zero-filled and still counted in the barrier's bytes.
-__device__ __forceinline__ void tma_load_4d(void* smem_dst, const CUtensorMap* map,
-                                            Barrier* barrier, int32_t c0, int32_t c1, int32_t c2,
+__device__ __forceinline__ void tma_load_4d(uint32_t smem_dst, const CUtensorMap* map,
+                                            uint32_t barrier, int32_t c0, int32_t c1, int32_t c2,
                                             int32_t c3, uint64_t l2_policy = kEvictNormal) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(smem_addr(smem_dst)),
-      "l"(reinterpret_cast<uint64_t>(map)), "r"(smem_addr(barrier)), "r"(c0), "r"(c1), "r"(c2),
-      "r"(c3), "l"(l2_policy)
+      " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(smem_dst),
+      "l"(reinterpret_cast<uint64_t>(map)), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3),
+      "l"(l2_policy)
       : "memory");
+}
+__device__ __forceinline__ void tma_load_4d(void* smem_dst, const CUtensorMap* map,
+                                            Barrier* barrier, int32_t c0, int32_t c1, int32_t c2,
+                                            int32_t c3, uint64_t l2_policy = kEvictNormal) {
+  tma_load_4d(smem_addr(smem_dst), map, smem_addr(barrier), c0, c1, c2, c3, l2_policy);
 }
 // Brings a box into L2 only.
 __device__ __forceinline__ void tma_prefetch_4d(const CUtensorMap* map, int32_t c0, int32_t c1,
@@ -196,13 +215,17 @@ __device__ __forceinline__ void bulk_store(void* gmem_dst, const void* smem_src,
       : "memory");
 }
 // Plain bulk load of `bytes` (multiple of 16, both sides 16-byte aligned).
-__device__ __forceinline__ void bulk_load(void* smem_dst, const void* gmem_src, uint32_t bytes,
-                                          Barrier* barrier) {
+__device__ __forceinline__ void bulk_load(uint32_t smem_dst, const void* gmem_src, uint32_t bytes,
+                                          uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(smem_addr(smem_dst)),
-      "l"(gmem_src), "r"(bytes), "r"(smem_addr(barrier))
+          "r"(smem_dst),
+      "l"(gmem_src), "r"(bytes), "r"(barrier)
       : "memory");
+}
+__device__ __forceinline__ void bulk_load(void* smem_dst, const void* gmem_src, uint32_t bytes,
+                                          Barrier* barrier) {
+  bulk_load(smem_addr(smem_dst), gmem_src, bytes, smem_addr(barrier));
 }
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
