@@ -129,10 +129,11 @@ def anchor_cases(records: Sequence[Record]) -> str:
     cases = [case for case in ANCHORS if case in figures and "fa3" in ANCHORS[case] and not case.endswith("_gqa4")]
     if not cases:
         return f"Not measured yet: `{COMMAND}`.\n"
+    others = [impl for impl in ("cudnn", "flex") if any(impl in figures[case] for case in cases)]
     rows, forward, total, masked, deterministic, num_scaled = [], [], [], [], [], 0
     for case in cases:
         ours, fa3 = figures[case]["fm3"], scaled(figures, case, "fa3")
-        peers = {impl: figures[case].get(impl) for impl in ("fa4", "cudnn", "flex")}
+        peers = {impl: figures[case].get(impl) for impl in ("fa4", *others)}
         if peers["fa4"] is None:
             num_scaled += 1
             peers["fa4"] = scaled(figures, case, "fa4")
@@ -145,7 +146,7 @@ def anchor_cases(records: Sequence[Record]) -> str:
             [case, _cell(ours), *(_cell(peer) for peer in peers.values()), _cell(fa3), *map(_show, ratios), _show(cost)]
         )
     fa4 = {0: "FA4", len(cases): "FA4, scaled"}.get(num_scaled, "FA4, in part scaled")
-    header = ["case", "fm3", fa4, "cuDNN", "FlexAttention", "FA3, scaled", "forward ÷ best", "total ÷ best",
+    header = ["case", "fm3", fa4, *(LABELS[impl] for impl in others), "FA3, scaled", "forward ÷ best", "total ÷ best",
               "deterministic ÷ free backward"]  # fmt: skip
     means = (
         f"Best: of all other columns, the scaled ones too. Geometric means: forward {geometric_mean(forward)}, total "
