@@ -77,8 +77,8 @@ FM3_HOST_DEVICE bool is_beyond_l2(const PlanInput& in, int32_t row_tiles) {
 
 // Whether key tiles of a list are taken in the order of keys, so that neighbours run together, and not the
 // longest (in a fixed order: the last) ones first: where walks begin together and tiles that come late are
-// cheap against all the work that a multiprocessor has. For grouped heads, whose items share rows, and for long rows (in a fixed order: long walks).
-// 128K, 32 heads, an H200: causal blockwise from 83 to 14 GB through memory (3 % of the time), share question 2 %, prefix
+// cheap against all the work that a multiprocessor has. For grouped heads, whose items share rows, and for long rows
+// (in a fixed order: long walks). 128K, 32 heads, an H200: causal blockwise from 83 to 14 GB through memory (3 % of the time), share question 2 %, prefix
 // document 1 %, causal document 37 to 12 GB (0 %). In a fixed order it is walking down that counts: walked up, a tile
 // begins where it crosses the diagonal, and waves of items drift apart (causal, 16 heads: 852 GB in 339 ms, 16 in 294).
 FM3_HOST_DEVICE bool goes_by_key(const PlanInput& in, const VisitSummary& visits) {

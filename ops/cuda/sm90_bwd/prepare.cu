@@ -81,7 +81,8 @@ __device__ __forceinline__ void list_items(const KernelArgs& args, int32_t dq_pa
   const bool is_aligned = walk == kWalkUpAligned || walk == kWalkDownAligned;
   tile.flags =
       (same_mask && is_aligned ? kItemHeadsInside : 0) | (plan.is_in_order ? kItemInOrder : 0) |
-      wave_end(work_idx, num_head_parts * args.num_k_tiles, plan.wave_items) << kItemWaveShift;
+      static_cast<uint32_t>(wave_end(work_idx, num_head_parts * args.num_k_tiles, plan.wave_items))
+          << kItemWaveShift;
   tile.ring_row = place.head_part % plan.ring_slots * plan.part_heads - tile.h_q_begin;
   tile.ring_before = place.head_part - plan.ring_slots;
   if (tile.ring_before >= 0) {
