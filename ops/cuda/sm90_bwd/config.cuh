@@ -66,6 +66,7 @@ template <class T_, int kDim_, int kDimV_>
 struct Config {
   using T = T_;
   static constexpr bool kSplitsColumns = false;
+  static constexpr bool kIsTall = false;
   static constexpr int kDim = kDim_;  // d_qk, d_v rounded up to what is computed
   static constexpr int kDimV = kDimV_;
   static constexpr int kBlockK = 128;
@@ -86,6 +87,7 @@ template <class T_, int kDim_, int kDimV_>
 struct TallConfig {
   using T = T_;
   static constexpr bool kSplitsColumns = false;
+  static constexpr bool kIsTall = true;  // consumer_tall.cuh
   static constexpr int kDim = kDim_;
   static constexpr int kDimV = kDimV_;
   static constexpr int kBlockK = 128;
@@ -103,6 +105,7 @@ template <class T_, int kDim_, int kDimV_>
 struct WideConfig {
   using T = T_;
   static constexpr bool kSplitsColumns = true;
+  static constexpr bool kIsTall = false;
   static constexpr int kDim = kDim_;
   static constexpr int kDimV = kDimV_;
   static constexpr int kBlockK = 64;

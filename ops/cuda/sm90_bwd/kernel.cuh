@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kNumThreads, 1)
     ptx::reg_alloc<kConsumerRegs>();
     if constexpr (C::kSplitsColumns) {
       run_wide_consumer<C>(args, smem);
-    } else if constexpr (C::kDim == 192) {
+    } else if constexpr (C::kIsTall) {
       run_tall_consumer<C>(args, smem);
     } else {
       run_consumer<C>(args, smem, group_idx - 1);
