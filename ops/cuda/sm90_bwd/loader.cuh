@@ -55,7 +55,8 @@ __device__ __forceinline__ void load_step(const KernelArgs& args, Smem<C>& smem,
   const uint32_t slot = step_pos.slot(), dout_slot = step_pos.count % C::kDoutStages;
   const int32_t q_tile_idx = ptx::uniform(walk.q_tile_idx());
   const int32_t h_idx = ptx::uniform(h_q_idx), b_idx = ptx::uniform(tile.b_idx);
-  const int64_t first_row =  // of this step, among all rows of all heads
+  // Of this step, among all rows of all heads. 32 bits number their row tiles: lse of 2^31 would be 2 TB.
+  const int64_t first_row =
       int64_t{(b_idx * args.shape.h_q + h_idx) * args.num_q_tiles + q_tile_idx} * kBlockQ;
   const uint32_t base = ptx::uniform(ptx::smem_addr(&smem));
   const uint32_t q_slot = ptx::uniform(slot), count = ptx::uniform(step_pos.count);
