@@ -40,6 +40,11 @@ int32_t wave_end(int32_t work_idx, int32_t num_items, int32_t wave_items) {
   return sm90_bwd::wave_end(work_idx, num_items, wave_items);
 }
 
+int32_t wave_start_parts(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary* visits,
+                         int32_t work_idx, int32_t rank, int32_t wave_items) {
+  return sm90_bwd::wave_start_parts(*in, *visits, work_idx, rank, wave_items);
+}
+
 // part_heads, num_parts, heads_together, ring_slots, is_in_order, wave_items
 void choose_plan(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary* visits,
                  int32_t* plan) {

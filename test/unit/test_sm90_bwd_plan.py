@@ -244,6 +244,24 @@ def test_a_wave_waits_for_whole_waves_only(library: ctypes.CDLL) -> None:
     assert library.wave_end(5, 300, 0) == 0
 
 
+def test_in_order_the_first_item_of_a_wave_waits_for_those_before_it(library: ctypes.CDLL) -> None:
+    """Two heads of 200 key tiles, waves of 132: for the parts of its own head that are claimed before it, no others."""
+    s = 200 * 128
+    given = plan_input((2, 2), 1, s, deterministic=True)
+
+    def waits(visits: VisitSummary, wave_items: int = 132) -> dict[int, int]:
+        parts = {idx: library.wave_start_parts(ctypes.byref(given), ctypes.byref(visits), idx, idx % 200, wave_items)
+                 for idx in range(400)}  # fmt: skip
+        return {idx: count for idx, count in parts.items() if count}
+
+    assert waits(full(s)) == {132: 132, 264: 64, 396: 196}
+    assert waits(full(s), wave_items=200) == {}  # the first of its head
+    assert waits(full(s), wave_items=0) == {}
+    half = summary(np.full(200, 200), apart_up=1, apart_down=1)  # two equal documents: no row has all parts
+    assert waits(half) == {}
+    assert waits(causal(s)) == {}
+
+
 def test_a_fixed_order_walks_down_only_by_key(library: ctypes.CDLL) -> None:
     def walk(
         heads: tuple[int, int], b: int, visits: VisitSummary, same_mask: bool = True, s: int = 8192, **options: bool

@@ -17,7 +17,8 @@ struct alignas(16) TileInfo {
   int32_t b_idx, h_kv_idx, k_tile_idx;
   int32_t num_steps;           // < 0: no more work
   int32_t h_q_begin, h_q_end;  // query heads of the item
-  uint32_t flags;  // kItemHeadsInside, kItemInOrder; from kItemWaveShift on its wave_end
+  // kItemHeadsInside, kItemInOrder; from kItemWaveShift on its wave_end, in order its wave_start_parts
+  uint32_t flags;
   // The ring slot: its first row of tiles less h_q_begin, so that h_q_idx can be added; the head's part that
   // had it before (< 0: none) and how many of its sums must be converted.
   int32_t ring_row, ring_before, ring_before_sums;

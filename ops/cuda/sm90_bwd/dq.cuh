@@ -149,10 +149,18 @@ class DqWriter {
     fence_proxy_async_all();
   }
 
-  // Until every item of the wave is claimed (a few steps before the end of what that CTA has). The products stop for it
+  // In order: see wave_start_parts. Else: until every item of the wave is claimed (a few steps before the end of what that CTA has). The products stop for it
   // after two steps. Not for ever: nothing depends on it, and a CTA that is not running would claim none.
   __device__ __forceinline__ void wait_for_wave(const volatile TileInfo& tile) const {
     const auto num_claimed = static_cast<int32_t>(tile.flags >> kItemWaveShift);
+    if (tile.flags & kItemInOrder) {
+      if (num_claimed == 0) return;  // of parts, not of items. Walks over all rows go up
+      const int32_t row_tile =
+          larger(args_.num_q_tiles - kWaveTurns * static_cast<int32_t>(gridDim.x), 0);
+      wait_at_least(args_.ring_counts + sum_index(tile, {row_tile, 0, tile.h_q_begin, 0}),
+                    num_claimed);
+      return;
+    }
 #pragma unroll 1
     for (int32_t tries = num_claimed == 0 ? 0 : kWaveTries; tries > 0; --tries) {
       if (*static_cast<const volatile int32_t*>(args_.next_work) >= num_claimed) break;

@@ -116,6 +116,21 @@ FM3_HOST_DEVICE int32_t wave_end(int32_t work_idx, int32_t num_items, int32_t wa
   return end <= num_items ? static_cast<int32_t>(end) : 0;
 }
 
+// In a fixed order turns keep an item behind the one before it, but nothing keeps the others near. So there the first item
+// of a wave waits until the last one of the wave before is kWaveTurns turns from the end of its walk: how many parts a
+// sum of the row tile there then has, 0 if it need not wait. (Waves that begin together stand kTurnSteps a multiprocessor
+// at every start: 128K full 0.82 of the free mode, so 0.99.)
+// Claim:      those parts come from items that were claimed earlier: the `rank` key tiles before it.
+// Because:    where every key tile visits every row tile, parts are added in the order of ranks.
+// Breaks if:  it is asked for a mask of which a tile leaves a row out: the sum may never have so many parts.
+// Tested by:  test/unit/test_sm90_bwd_plan.py, test_rows_beyond_l2 of test/gpu/test_sm90_contract.py
+constexpr int32_t kWaveTurns = 3;  // row tiles a multiprocessor; turns alone take kTurnSteps
+FM3_HOST_DEVICE int32_t wave_start_parts(const PlanInput& in, const VisitSummary& visits,
+                                         int32_t work_idx, int32_t rank, int32_t wave_items) {
+  const bool are_all = int64_t{in.num_q_tiles} * in.num_k_tiles == visits.num_steps;
+  return are_all && wave_items > 0 && work_idx % wave_items == 0 ? rank : 0;
+}
+
 // In a fixed order rows are walked down only where the key tiles are taken in the order of keys, which then
 // is the order of turns, and where the heads of an item have one mask, hence one order.
 FM3_HOST_DEVICE Walk choose_item_walk(const PlanInput& in, const VisitSummary& visits,

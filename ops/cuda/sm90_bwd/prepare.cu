@@ -79,10 +79,13 @@ __device__ __forceinline__ void list_items(const KernelArgs& args, int32_t dq_pa
   tile.num_steps = sum_of_masks(tile.b_idx, tile.h_q_begin, lists.tile_steps + tile.k_tile_idx,
                                 args.num_k_tiles);
   const bool is_aligned = walk == kWalkUpAligned || walk == kWalkDownAligned;
-  tile.flags =
-      (same_mask && is_aligned ? kItemHeadsInside : 0) | (plan.is_in_order ? kItemInOrder : 0) |
-      static_cast<uint32_t>(wave_end(work_idx, num_head_parts * args.num_k_tiles, plan.wave_items))
-          << kItemWaveShift;
+  const int32_t wave =
+      plan.is_in_order
+          ? wave_start_parts(args.plan_input, visits, work_idx, place.rank, plan.wave_items)
+          : wave_end(work_idx, num_head_parts * args.num_k_tiles, plan.wave_items);
+  tile.flags = (same_mask && is_aligned ? kItemHeadsInside : 0) |
+               (plan.is_in_order ? kItemInOrder : 0) |
+               static_cast<uint32_t>(wave) << kItemWaveShift;
   tile.ring_row = place.head_part % plan.ring_slots * plan.part_heads - tile.h_q_begin;
   tile.ring_before = place.head_part - plan.ring_slots;
   if (tile.ring_before >= 0) {
