@@ -122,6 +122,15 @@ class BwdParams(_Struct):
         ("workspace_bytes", ctypes.c_int64),
         ("keys_ready", ctypes.c_void_p),  # sm90: event before which k and v are not read, or None
         ("bwd_schedule", ctypes.c_void_p),  # sm90: address of a BwdSchedule prepared for `mask`, or None
+        # sm90: rows [remote_begin, s_k) of k and v are in as *ready_rows says (None: all are), and those of dk and dv
+        # are written once *sent_word is sent_value (None: nobody asks)
+        ("remote_begin", ctypes.c_int32),
+        ("sent_value", ctypes.c_uint32),
+        ("ready_rows", ctypes.c_void_p),
+        ("ready_status", ctypes.c_void_p),
+        ("ready_timeout_us", ctypes.c_int64),
+        ("sent_word", ctypes.c_void_p),
+        ("sent_lead_us", ctypes.c_int64),
     ]
 
 

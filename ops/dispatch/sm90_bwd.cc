@@ -80,6 +80,9 @@ std::string check_served(const BwdParams& params) {
   std::string error = check_mask_served(params.mask);
   if (error.empty()) error = check_lists(params.mask, kernel->block_k);
   if (!error.empty()) return error + elsewhere;
+  if (params.ready_rows != nullptr && !kernel->serves_remote) {
+    return dims + " with ready_rows; sm90 serves keys on their way at head dims up to 128";
+  }
   if (num_k_tiles * shape.b * shape.h_q > INT32_MAX / 2) {
     return "b * h_q * ceil(s_k / " + std::to_string(kernel->block_k) +
            ")=" + std::to_string(num_k_tiles * shape.b * shape.h_q) +
@@ -174,6 +177,7 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   take(&args->next_work, 1);
   take(&args->next_finished, 1);
   take(&args->next_conversion, 1);
+  take(&args->sent_count, 1);
   take(&args->finished, int64_t{shape.b} * shape.h_q * num_q_tiles * kernel.dq_parts);
   take(&args->head_done, int64_t{shape.b} * shape.h_q);
   take(&args->kv_counts, kv_sum_tiles * 8);
@@ -246,6 +250,61 @@ cudaError_t fill_zeros(const BwdParams& params, cudaStream_t stream) {
   return error;
 }
 
+// Empty if what the call says of keys of other ranks makes sense.
+std::string check_remote(const BwdParams& params) {
+  if (params.ready_rows == nullptr && params.sent_word == nullptr) return "";
+  if (params.remote_begin < 0 || params.remote_begin > params.shape.s_k) {
+    return "remote_begin=" + std::to_string(params.remote_begin) +
+           "; expected 0 to s_k=" + std::to_string(params.shape.s_k);
+  }
+  if (params.sent_lead_us < 0) {
+    return "sent_lead_us=" + std::to_string(params.sent_lead_us) + "; expected 0 or more";
+  }
+  if (params.ready_rows != nullptr && params.ready_status == nullptr) {
+    return "ready_rows without ready_status";
+  }
+  const struct {
+    const char* name;
+    const void* word;
+  } words[] = {{"ready_rows", params.ready_rows},
+               {"ready_status", params.ready_status},
+               {"sent_word", params.sent_word}};
+  for (const auto& [name, word] : words) {
+    if (reinterpret_cast<uintptr_t>(word) % 4 == 0) continue;
+    std::ostringstream text;
+    text << name << "=" << word << "; expected a multiple of 4 bytes";
+    return text.str();
+  }
+  return "";
+}
+
+// Tells the kernel of keys of other ranks. False: the caller sets the word that says that their gradients are written.
+bool set_remote(const BwdParams& params, const BwdKernel& kernel, KernelArgs* args) {
+  // Of a step at head dims 128, on an H200 at the clock that its power allows.
+  constexpr float kStepUs = 2.2f;
+  const int32_t remote_k_tile = params.remote_begin / kernel.block_k;
+  const int32_t remote_tiles = args->num_k_tiles - remote_k_tile;
+  const int64_t sent_warps = int64_t{8} * remote_tiles * params.shape.b * params.shape.h_kv;
+  const bool is_told = params.sent_word != nullptr && sent_warps <= INT32_MAX;
+  args->remote_k_tile = INT32_MAX;
+  args->lead_steps = -1;
+  if (!kernel.serves_remote || params.remote_begin == params.shape.s_k ||
+      (!is_told && params.ready_rows == nullptr)) {
+    return false;
+  }
+  args->remote_k_tile = remote_k_tile;
+  args->remote_tiles = remote_tiles;
+  args->ready_rows = params.ready_rows;
+  args->ready_status = params.ready_status;
+  args->ready_polls = static_cast<uint32_t>(std::min<int64_t>(params.ready_timeout_us, INT32_MAX));
+  if (!is_told) return false;
+  args->lead_steps = 256.f * params.sent_lead_us / (kStepUs * (kernel.dim_qk + kernel.dim_v));
+  args->sent_warps = static_cast<int32_t>(sent_warps);
+  args->sent_word = params.sent_word;
+  args->sent_value = params.sent_value;
+  return true;
+}
+
 std::string text_of(const MaskView& mask) {
   std::ostringstream text;
   text << "b=" << mask.b << ", h_mask=" << mask.h_mask << ", s_q=" << mask.s_q
@@ -292,14 +351,16 @@ std::string check_schedule_fits(const BwdParams& params) {
 int32_t run(const BwdParams& params, cudaStream_t stream) {
   constexpr const char* kName = "fm3_sm90_bwd";
   const Shape& shape = params.shape;
-  if (int64_t{shape.b} * shape.h_q == 0 || (shape.s_q == 0 && shape.s_k == 0)) {
-    return static_cast<int32_t>(Status::kOk);
-  }
+  const bool is_nothing = int64_t{shape.b} * shape.h_q == 0 || (shape.s_q == 0 && shape.s_k == 0);
+  if (is_nothing && params.sent_word == nullptr) return static_cast<int32_t>(Status::kOk);
   int32_t num_sms = 0;
   std::string error = sm90::check_device(&num_sms);
   if (!error.empty()) return fail(Status::kUnsupported, kName, error);
   if (is_empty(shape)) {
-    const cudaError_t status = fill_zeros(params, stream);
+    cudaError_t status = is_nothing ? cudaSuccess : fill_zeros(params, stream);
+    if (status == cudaSuccess && params.sent_word != nullptr) {
+      status = set_word(params.sent_word, params.sent_value, stream);
+    }
     if (status != cudaSuccess)
       return fail(Status::kBackendError, kName, cudaGetErrorString(status));
     return static_cast<int32_t>(Status::kOk);
@@ -342,6 +403,7 @@ int32_t run(const BwdParams& params, cudaStream_t stream) {
   in.out = params.out, in.dout = params.dout, in.lse = params.lse, in.dlse = params.dlse;
   in.stride_out = params.stride_out;
   in.stride_dout = params.stride_dout;
+  const bool kernel_sets_word = set_remote(params, kernel, &args);
 
   cudaError_t status = cudaSuccess;
   if (params.bwd_schedule == nullptr) status = make_lists(params.mask, lists, stream);
@@ -351,6 +413,9 @@ int32_t run(const BwdParams& params, cudaStream_t stream) {
   }
   if (status == cudaSuccess) {
     status = kernel.launch(args, std::min(num_sms, args.max_items), stream);
+  }
+  if (status == cudaSuccess && params.sent_word != nullptr && !kernel_sets_word) {
+    status = set_word(params.sent_word, params.sent_value, stream);
   }
   if (status != cudaSuccess) return fail(Status::kBackendError, kName, cudaGetErrorString(status));
   return static_cast<int32_t>(Status::kOk);
@@ -366,6 +431,7 @@ int32_t fm3_sm90_bwd(const fm3::BwdParams* params, void* stream) {
   std::string error = params == nullptr ? "params is nullptr" : fm3::check_params(*params);
   if (!error.empty()) return fm3::sm90::fail(Status::kInvalidArgument, kName, error);
   error = fm3::sm90_bwd::check_schedule_fits(*params);
+  if (error.empty()) error = fm3::sm90_bwd::check_remote(*params);
   if (!error.empty()) return fm3::sm90::fail(Status::kInvalidArgument, kName, error);
   error = fm3::sm90_bwd::check_served(*params);
   if (!error.empty()) return fm3::sm90::fail(Status::kUnsupported, kName, error);

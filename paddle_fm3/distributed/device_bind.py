@@ -85,15 +85,20 @@ class BoundWork:
         pack: by slot: own K rows, own V rows into the key buffer.
         whole: by slot: one forward over the whole key buffer, or None if it goes in steps.
         forward, backward: by slot: of the steps; None where a call has no key rows. dq is the caller's.
+        reduce_bytes: of all batches, what this rank sends or receives, the larger one.
         wire_sums: by reduce batch: sums of K and V rows to pass on, or None.
         plain_sums, own_sums: of dK and dV, rows without and with sums of other ranks; out is the caller's.
     """
 
     def __init__(self, prepared: PreparedWork, heads: Heads, buffers: dict[str, int]) -> None:
-        self.prepared, self._heads, self._buffers = prepared, heads, buffers
+        self.prepared, self.heads, self._buffers = prepared, heads, buffers
         work = self._work = prepared.work
         self.gather = [[self._batch(batch, str(slot)) for batch in work.gather] for slot in range(NUM_SLOTS)]
         self.reduce = [self._batch(batch, "") for batch in work.reduce]
+        self.reduce_bytes = max(
+            sum(piece.num_bytes for batch in self.reduce for piece in batch.sends),
+            sum(piece.num_bytes for batch in self.reduce for piece in batch.recvs),
+        )
         self.pack = [[self._pack(slot, is_v) for is_v in (False, True)] for slot in range(NUM_SLOTS)]
         whole = KeyRange((), 0, work.num_k_rows)
         self.whole = [
@@ -124,7 +129,7 @@ class BoundWork:
 
     def _tensor(self, buffer: str, is_v: bool) -> DeviceTensor:
         """A buffer of key rows."""
-        heads, d = self._heads, self._heads.d_v if is_v else self._heads.d_qk
+        heads, d = self.heads, self.heads.d_v if is_v else self.heads.d_qk
         address = self._buffers[buffer_name(buffer, is_v)]
         return DeviceTensor.contiguous(address, heads.b, self._work.num_k_rows, heads.h_kv, d)
 
@@ -133,7 +138,7 @@ class BoundWork:
         return PackParams(b=to.b, s=self._work.num_own, h=to.h, d=to.d, to=to.address, to_stride_b=to.strides[0])
 
     def _common(self, slot: int, call: KeyRange, mask: CallMask) -> dict[str, Any]:
-        heads = self._heads
+        heads = self.heads
         shape = Shape(
             heads.b, self._work.num_own, call.k_end - call.k_begin, heads.h_q, heads.h_kv, heads.d_qk, heads.d_v
         )
@@ -161,10 +166,10 @@ class BoundWork:
         self, rows: range, addresses: tuple[int, int], is_v: bool, out_rows: int, is_float32: bool
     ) -> SumRowsParams:
         """Of these rows of the SumTable at the addresses."""
-        work, elems = self._work, self._heads.elems(is_v)
+        work, elems = self._work, self.heads.elems(is_v)
         part, narrow, wide = (self._buffers[buffer_name(name, is_v)] for name in ("part", "narrow", "wide"))
         return SumRowsParams(
-            dtype=DTYPES[self._heads.dtype], is_out_float32=int(is_float32), b=self._heads.b, num_rows=len(rows),
+            dtype=DTYPES[self.heads.dtype], is_out_float32=int(is_float32), b=self.heads.b, num_rows=len(rows),
             row_elems=elems, rows=addresses[0] + rows.start * _SUM_ROW_BYTES, entries=addresses[1], part=part,
             narrow=narrow, wide=wide, part_stride_b=work.num_k_rows * elems,
             narrow_stride_b=work.max_narrow_rows * elems, wide_stride_b=work.max_wide_rows * elems,
@@ -195,9 +200,9 @@ class BoundWork:
         source = rows.buffer if is_send else rows.peer_buffer
         value_bytes = (4 if work.is_wire_float32 else ELEM_BYTES) if source == "wire" else _BYTES[source]
         for is_v in (False, True):
-            row_bytes = self._heads.elems(is_v) * value_bytes
+            row_bytes = self.heads.elems(is_v) * value_bytes
             here, there = (buffer_name(name + slot, is_v) for name in (rows.buffer, rows.peer_buffer))
-            for entry in range(self._heads.b):
+            for entry in range(self.heads.b):
                 own_row = entry * self._rows(rows.buffer, work.rank) + rows.row
                 peer_row = entry * self._rows(rows.peer_buffer, rows.peer) + rows.peer_row
                 pieces.append(

@@ -9,7 +9,8 @@ and a merge ("steps").
 Backward. K and V are gathered again, so that no layer keeps more than its own rows. Steps run in the plan's order on
 one or two compute streams; the passes of a step that read no keys do not wait for them. Each leaves its own dQ part and
 its rows of the dK/dV part buffer. What the plan lets go after a step is posted on a side stream, where sums to be
-passed on are made. The owner adds everything at the end; rows that nobody else adds to do not wait for the others.
+passed on are made. A single call begins with own keys, like the forward in "rows", and says before its end that its
+received rows are done. The owner adds everything at the end; rows that nobody else adds to do not wait for the others.
 
 The key buffer is double: the next phase fills one while peers may still read the other.
 """
@@ -34,6 +35,7 @@ from paddle_fm3.distributed.device_bind import (
     PreparedWork,
     needed_bytes,
 )
+from paddle_fm3.distributed.device_style import MAX_WAITING_DIM
 from paddle_fm3.distributed.device_trace import DeviceTrace, span_of
 from paddle_fm3.distributed.device_transport import BUFFER_ALIGNMENT, DeviceTransport, Ticket
 from paddle_fm3.distributed.device_work import DeviceWork, KeyRange, SumTable
@@ -41,6 +43,10 @@ from paddle_fm3.env import GPU_FORWARDS
 
 __all__ = ["DeviceAttention", "Heads", "PreparedWork"]
 _MAX_BOUND = 64  # masks times sizes that are kept filled in
+# Words of this executor, in bytes: how many rows are in, one a slot; what a forward says that gives up; what a backward
+# says when its received rows are done.
+_READY_WORDS, _STATUS_WORD, _SENT_WORD = (0, 256), 128, 384
+_TELL_US = 5  # until a peer's copy begins after a backward has said so, less what sums of own rows take
 
 
 class _Tables:
@@ -129,6 +135,7 @@ class DeviceAttention:
         self._bound: dict[tuple[int, Heads], BoundWork] = {}
         self._scratch: dict[str, tuple[int, int]] = {}
         self._words = device.upload(np.zeros(NUM_SLOTS * 64, np.uint32))  # a cache line apart
+        self._num_told = 0  # backward calls that say when their received rows are done
         self._slot = 0
         self._slot_tickets: list[list[Ticket]] = [[] for _ in range(NUM_SLOTS)]
         self._reduce_tickets: list[Ticket] = []
@@ -227,7 +234,7 @@ class DeviceAttention:
             with span_of(self.trace, "wait", "K/V rows: until peers have them", stream):
                 self.transport.wait_ready(tickets.values(), stream)
             self._forward_call("forward", whole, q, out, lse, scale, stream, ready)
-            self._tell_status(ready, stream)
+            self._tell_status(ready, stream, self._side)
         else:
             with span_of(self.trace, "wait", "K/V rows: forward", stream):
                 for call in work.fwd_calls:
@@ -252,13 +259,13 @@ class DeviceAttention:
         if transport is None or self.mode_of(work) != "rows":
             return None
         # One status for both slots: what a forward has written, none after it takes back.
-        return ReadyRows(self._words + slot * 256, self._words + 128, self._timeout_us)
+        return ReadyRows(self._words + _READY_WORDS[slot], self._words + _STATUS_WORD, self._timeout_us)
 
-    def _tell_status(self, ready: ReadyRows, stream: int) -> None:
-        """Hands the kernel's status on to where the transport's watch sees it. The kernel does not write there itself:
-        CTAs that wait look at the status again and again, and host memory is far away."""
+    def _tell_status(self, ready: ReadyRows, stream: int, maybe_side: int | None) -> None:
+        """Hands the kernel's status on to where the transport's watch sees it, beside `stream` if there is another one.
+        The kernel does not write there itself: CTAs that wait look at it again and again, and host memory is far."""
         assert self.transport is not None and self.transport.status_word is not None
-        side = self._side if self._side is not None else stream
+        side = maybe_side if maybe_side is not None else stream
         self._fork(stream, [side])
         self.device.copy(self.device.copies([(self.transport.status_word, ready.status, 4)]), side)
 
@@ -324,14 +331,16 @@ class DeviceAttention:
         self._fork(stream, [key_stream])
         slot = self._fill_own(bound, k, v, key_stream)
         self.device.event_record(self._own_event, key_stream)
-        tickets = self._post_gather(bound, slot, work.bwd_gather, key_stream, None, call)
+        ready = self._bwd_ready_rows(bound, slot)
+        tickets = self._post_gather(bound, slot, work.bwd_gather, key_stream, ready, call)
         self._wait_all_sent(self._reduce_tickets, stream)  # peers have read the part buffer's last content
         self._reduce_tickets = []
         # A rank without own rows computes zeros: it may have to pass on sums of others.
         num_calls = sum(params is not None for params in bound.backward[slot])
         dq_parts = self._scratch_parts("dq", num_calls if num_calls > 1 else 0, dq.num_elems * ELEM_BYTES)
-        # Behind a single call there is nothing that sums and messages would hold up.
-        side = self._side if self._side is not None and num_calls > 1 else stream
+        # Behind a single call that does not tell there is nothing that sums and messages would hold up.
+        tells = self._tells(bound, slot)
+        side = self._side if self._side is not None and (num_calls > 1 or tells) else stream
         # The first call takes the executor's own stream, whose blocks come before those of the caller's.
         streams = [*self._extra, stream] if num_calls > 1 else [stream]
         self._fork(stream, [*self._extra, side])
@@ -340,16 +349,32 @@ class DeviceAttention:
             if params is not None:
                 on = streams[num_called % len(streams)]
                 what = f"backward step {call_idx}"
-                params.keys_ready = self._keys_ready(what, work, tickets, work.bwd_calls[call_idx], on)
+                params.keys_ready = self._keys_ready(
+                    what, work, tickets, work.bwd_calls[call_idx], on, ready is not None
+                )
+                params.remote_begin = work.num_own
+                params.ready_rows = None if ready is None else ready.word
+                if ready is not None:
+                    params.ready_status, params.ready_timeout_us = ready.status, ready.timeout_us
                 for name, x in (("q", q), ("out", out), ("dout", dout), ("dq", dq)):
                     x.into(params, name, f"stride_{name}")
                 if dq_parts:
                     params.dq = dq_parts[num_called]
                 params.lse, params.dlse, params.softmax_scale = lse, dlse, scale
                 params.is_deterministic = int(is_deterministic)
+                if tells:
+                    self._num_told += 1
+                    params.sent_word, params.sent_value = self._words + _SENT_WORD, self._num_told % (1 << 32)
+                    params.sent_lead_us = self._lead_us(bound)
                 with self._leaving_room(work), span_of(self.trace, "compute", what, on):
                     self.device.backward(params, on)
-                self._fork(on, [side])
+                if tells:
+                    with span_of(self.trace, "wait", "dK/dV of received rows", side):
+                        self.device.wait_word(side, params.sent_word, params.sent_value)
+                else:
+                    self._fork(on, [side])
+                if ready is not None:
+                    self._tell_status(ready, on, self._key_stream)  # the side stream goes ahead of this kernel's end
                 num_called += 1
             while next_batch < len(work.reduce) and work.reduce_after[next_batch] == call_idx:
                 self._post_reduce(bound, next_batch, side, call)
@@ -365,6 +390,26 @@ class DeviceAttention:
                     assert self.transport is not None
                     self.transport.wait(ticket, stream)
         self._sum_own("dK/dV sums of own rows", bound.own_sums, dk, dv, stream)
+
+    def _bwd_ready_rows(self, bound: BoundWork, slot: int) -> ReadyRows | None:
+        """Where a single backward call sees which rows are in, if its kernel is to wait for them itself."""
+        work, heads = bound.prepared.work, bound.heads
+        is_single = len(bound.backward[slot]) == 1 and bound.backward[slot][0] is not None
+        in_order = list(work.bwd_gather) == sorted(work.bwd_gather)  # the word counts rows from the first one on
+        can_wait = max(heads.d_qk, heads.d_v) <= MAX_WAITING_DIM and work.num_own > 0 and self._key_stream is not None
+        return self._ready_rows(work, slot) if is_single and in_order and can_wait else None
+
+    def _tells(self, bound: BoundWork, slot: int) -> bool:
+        """Whether the backward says when its received rows are done, so that these leave while it goes on."""
+        work = bound.prepared.work
+        is_single = len(bound.backward[slot]) == 1 and bound.backward[slot][0] is not None
+        has_sends = any(batch.sends for batch in bound.reduce)
+        return is_single and has_sends and self._side is not None and work.is_overlapped and work.num_own > 0
+
+    def _lead_us(self, bound: BoundWork) -> int:
+        """How long before its end a backward should have done its received rows: until all have arrived."""
+        assert self.transport is not None
+        return _TELL_US + int(bound.reduce_bytes / (self.transport.gb_per_s * 1e3))
 
     def _sum_own(self, what: str, both: list[SumRowsParams], dk: DeviceTensor, dv: DeviceTensor, stream: int) -> None:
         if both[0].num_rows == 0:
@@ -468,9 +513,10 @@ class DeviceAttention:
                 self.transport.wait(ticket, stream)
 
     def _keys_ready(
-        self, what: str, work: DeviceWork, tickets: dict[int, Ticket], call: KeyRange, stream: int
+        self, what: str, work: DeviceWork, tickets: dict[int, Ticket], call: KeyRange, stream: int, waits_itself: bool
     ) -> int | None:
-        """An event for when the call's keys are in; what a backward does before it needs them goes on meanwhile."""
+        """An event for when the call's keys are in, or, if its kernel waits for them itself, ready at the peers; what a
+        backward does before it needs them goes on meanwhile."""
         if self._key_stream is None or not work.is_overlapped:
             with span_of(self.trace, "wait", f"K/V rows: {what}", stream):
                 self._wait_stages(work, tickets, call, stream)
@@ -480,7 +526,11 @@ class DeviceAttention:
         if self.trace is not None:  # so that the wait is seen to begin where the stream comes to it
             self._fork(stream, [self._key_stream])
         with span_of(self.trace, "wait", f"K/V rows: {what}", self._key_stream):
-            self._wait_stages(work, tickets, call, self._key_stream)
+            if waits_itself:
+                assert self.transport is not None
+                self.transport.wait_ready(tickets.values(), self._key_stream)
+            else:
+                self._wait_stages(work, tickets, call, self._key_stream)
         # One event serves: the backward waits for it as it is enqueued, before the next record.
         self.device.event_record(self._keys_event, self._key_stream)
         return self._keys_event

@@ -54,6 +54,8 @@ class IpcTransport(DeviceTransport):
         TransportError: the ranks are on several machines, or a rank cannot map the page.
     """
 
+    gb_per_s = 300.0
+
     def __init__(self, device: Device, rank: int, num_ranks: int, exchange: ExchangeRecords, timeout_s: float) -> None:
         super().__init__(rank, num_ranks)
         self._device, self._exchange, self._timeout_s = device, exchange, timeout_s
@@ -65,7 +67,7 @@ class IpcTransport(DeviceTransport):
         self._relay_stream, self._pull_stream = (device.stream_create() for _ in range(2))
         self._begin_event = device.event_create()
         self._in_events = [device.event_create() for _ in range(NUM_READY_WORDS)]
-        self._ready_events = [device.event_create() for _ in range(NUM_READY_WORDS)]
+        self._word_events = [device.event_create() for _ in range(NUM_READY_WORDS)]
         self._buffers: dict[str, int] = {}
         self._peers: list[dict[str, int]] = [{} for _ in range(num_ranks)]  # by rank: buffer -> address here
         self._copies: dict[int, tuple[Batch, list[tuple[int, Any]]]] = {}  # by id of the batch
@@ -155,16 +157,12 @@ class IpcTransport(DeviceTransport):
             device.event_wait(self._in_event(earlier), self._relay_stream)
         ready_stream = self._relay_stream if after else stream
         device.write_word(ready_stream, self._base + self._page.ready_offset(self.rank, number), value)
-        device.event_wait(self._begin_event, self._pull_stream)
-        pulls = self._copies_of(ticket.batch)
-        if word is not None:  # all waits before all copies: see _wait_ready
+        if word is not None:  # on the stream that has written it before, and ahead of all waits: see _wait_ready
             device.write_word(self._pull_stream, word[0], word[1])
-            for peer, _ in pulls:
-                self._wait_peer(peer, number, self._pull_stream)
-            device.event_record(self._ready_events[number % NUM_READY_WORDS], self._pull_stream)
-        for peer, copies in pulls:
-            if word is None:
-                self._wait_peer(peer, number, self._pull_stream)
+            device.event_record(self._word_events[number % NUM_READY_WORDS], self._pull_stream)
+        device.event_wait(self._begin_event, self._pull_stream)
+        for peer, copies in self._copies_of(ticket.batch):
+            self._wait_peer(peer, number, self._pull_stream)
             with span_of(self.trace, "receive", f"{ticket.batch.name} from rank {peer}", self._pull_stream):
                 device.copy(copies, self._pull_stream)
         if word is not None:
@@ -231,11 +229,11 @@ class IpcTransport(DeviceTransport):
         self._device.event_wait(self._in_event(ticket), stream)
 
     def _wait_ready(self, tickets: list[Ticket], stream: int) -> None:
-        """The stream that copies waits first; what it waits for later, `stream` has seen before."""
+        """For the first word, which holds until rows come, and for the peers themselves: an event of the stream that
+        copies would come some microseconds after them."""
         for at, ticket in enumerate(tickets):
             if at == 0:
-                self._device.event_wait(self._ready_events[ticket.number % NUM_READY_WORDS], stream)
-                continue
+                self._device.event_wait(self._word_events[ticket.number % NUM_READY_WORDS], stream)
             for peer in sorted({piece.peer for piece in ticket.batch.recvs}):
                 self._wait_peer(peer, ticket.number, stream)
 

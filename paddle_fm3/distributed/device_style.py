@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many backward calls a plan is worth on a GPU: each further one hides more of the transfers, and costs a pass."""
+"""How many backward calls a plan is worth on a GPU: each further one hides more of the transfers, and costs a pass.
+
+A single call hides its sums on their way to other ranks where its kernel says, while it runs, that the received keys
+are done: at head dims up to 128.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ PASSES_BEFORE_KEYS = 2
 PASSES_A_CALL = 13
 MEMORY_GB_PER_S = 3300.0
 CALL_OVERHEAD_US = 25.0
+MAX_WAITING_DIM = 128  # of kernels that wait for keys and say when they are done with them (BwdParams::remote_begin)
 
 
 def transfer_us(plan: CpPlan, cost: CostModel) -> float:
@@ -48,5 +53,6 @@ def choose_bwd_style(plan: CpPlan, cost: CostModel) -> str:
         return "plan"
     moved, called = transfer_us(plan, cost), call_us(plan, cost)
     late = max(0.0, moved - PASSES_BEFORE_KEYS * _pass_us(plan, cost))  # keys that come after a call's first passes
-    shown = {"plan": (num_calls - 1) * called, "two": called + late, "one": late + moved}
+    shown = {"plan": (num_calls - 1) * called, "two": called + late}
+    shown["one"] = late if cost.d <= MAX_WAITING_DIM else late + moved
     return min(shown, key=lambda style: shown[style])

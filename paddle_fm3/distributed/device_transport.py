@@ -60,6 +60,7 @@ class DeviceTransport:
 
     Attributes:
         raises_words: `post` can write a device word once a batch is in.
+        gb_per_s: what a rank sends or receives, at least; a link between machines, if it is not known better.
         num_sms: multiprocessors that its own kernels need, which attention running beside them must leave.
         status_word: device address of a word that a kernel sets when it gives up waiting; None without.
         failed_word: device address of a word that is not 0 once the transport has failed and lets streams run on, with
@@ -69,6 +70,7 @@ class DeviceTransport:
     """
 
     raises_words = False
+    gb_per_s = 20.0
     num_sms = 0
     status_word: int | None = None
     failed_word: int | None = None

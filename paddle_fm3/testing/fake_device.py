@@ -307,23 +307,44 @@ class FakeDevice:
         self.world.enqueue(stream, "backward, first passes", lambda: None)
         if params.keys_ready is not None:
             self.world.wait(params.keys_ready, stream)
+        # What is not yet written is NaN: the rows that a call tells of until it does, the others until it ends.
+        sent = slice(params.shape.s_k if params.sent_word is None else params.remote_begin, None)
+        kept = slice(0, sent.start)
+        grads: list[NDArray[np.float32]] = []
 
-        def run() -> None:
+        def poison() -> None:
+            for name in ("dq", "dk", "dv"):
+                _of(params, name)[...] = np.nan
+
+        def compute() -> None:
             q, k, v, out, dout = (_of(params, name) for name in ("q", "k", "v", "out", "dout"))
             shape = params.shape
             rows = (shape.b, shape.h_q, shape.s_q)
             if not q.size:
-                _of(params, "dk")[...], _of(params, "dv")[...] = 0, 0
-                return
-            lse = view(params.lse, rows, np.float32)
-            dlse = None if params.dlse is None else view(params.dlse, rows, np.float32)
-            grads = native_call.backward(
-                *map(_f32, (q, k, v)), _mask(params), _f32(out), lse, _f32(dout), dlse, params.softmax_scale
-            )
-            for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
-                _of(params, name)[...] = grad
+                grads.extend(np.zeros(_of(params, name).shape, np.float32) for name in ("dq", "dk", "dv"))
+            else:
+                lse = view(params.lse, rows, np.float32)
+                dlse = None if params.dlse is None else view(params.dlse, rows, np.float32)
+                grads.extend(
+                    native_call.backward(
+                        *map(_f32, (q, k, v)), _mask(params), _f32(out), lse, _f32(dout), dlse, params.softmax_scale
+                    )
+                )
+            for name, grad in zip(("dk", "dv"), grads[1:], strict=True):
+                _of(params, name)[:, sent] = grad[:, sent]
+            if params.sent_word is not None:
+                ctypes.c_uint32.from_address(params.sent_word).value = params.sent_value
 
-        self.world.enqueue(stream, "backward", run)
+        def end() -> None:
+            _of(params, "dq")[...] = grads[0]
+            for name, grad in zip(("dk", "dv"), grads[1:], strict=True):
+                _of(params, name)[:, kept] = grad[:, kept]
+
+        self.world.enqueue(stream, "backward begins", poison)
+        ready, all_rows = params.ready_rows, params.shape.s_k
+        is_ready = None if ready is None else lambda: _reached(ready, all_rows)
+        self.world.enqueue(stream, "backward, rows it tells of", compute, is_ready)
+        self.world.enqueue(stream, "backward", end)
 
     def sum_parts(self, params: SumPartsParams, stream: int) -> None:
         params = SumPartsParams.from_buffer_copy(params)

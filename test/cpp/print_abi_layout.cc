@@ -37,7 +37,9 @@ int main() {
   FIELD(BwdParams, stride_v), FIELD(BwdParams, stride_out), FIELD(BwdParams, stride_dout);
   FIELD(BwdParams, stride_dq), FIELD(BwdParams, stride_dk), FIELD(BwdParams, stride_dv);
   FIELD(BwdParams, workspace), FIELD(BwdParams, workspace_bytes), FIELD(BwdParams, keys_ready);
-  FIELD(BwdParams, bwd_schedule);
+  FIELD(BwdParams, bwd_schedule), FIELD(BwdParams, remote_begin), FIELD(BwdParams, sent_value);
+  FIELD(BwdParams, ready_rows), FIELD(BwdParams, ready_status), FIELD(BwdParams, ready_timeout_us);
+  FIELD(BwdParams, sent_word), FIELD(BwdParams, sent_lead_us);
   SIZE(BwdSchedule);
   FIELD(BwdSchedule, mask), FIELD(BwdSchedule, data), FIELD(BwdSchedule, bytes);
   SIZE(RowRun);

@@ -55,12 +55,28 @@ void choose_plan(const sm90_bwd::PlanInput* in, const sm90_bwd::VisitSummary* vi
   std::memcpy(plan, &chosen, sizeof(chosen));
 }
 
+void choose_remote_plan(const sm90_bwd::PlanInput* in, const int32_t* plan,
+                        const sm90_bwd::RemoteWork* work, float lead_steps, int32_t keys_are_late,
+                        int32_t* remote) {
+  sm90_bwd::WorkPlan chosen;
+  std::memcpy(&chosen, plan, sizeof(chosen));
+  const sm90_bwd::RemotePlan found =
+      sm90_bwd::choose_remote_plan(*in, chosen, *work, lead_steps, keys_are_late != 0);
+  std::memcpy(remote, &found, sizeof(found));
+}
+
+int32_t arranged_tile(int32_t rank, int32_t num_k_tiles, int32_t remote_tiles, int32_t num_first,
+                      int32_t is_split, const int32_t* list) {
+  return sm90_bwd::arranged_tile(rank, num_k_tiles, remote_tiles, num_first, is_split != 0,
+                                 [&](int32_t idx) { return list[idx]; });
+}
+
 // Head part and place in its list of every work item: [num_head_parts * num_k_tiles, 2].
 void item_places(int32_t num_k_tiles, int32_t num_head_parts, int32_t heads_together,
-                 int32_t* places) {
+                 const sm90_bwd::RemotePlan* remote, int32_t remote_tiles, int32_t* places) {
   for (int32_t work_idx = 0; work_idx < num_k_tiles * num_head_parts; ++work_idx) {
-    const sm90_bwd::ItemPlace place =
-        sm90_bwd::item_place(work_idx, num_k_tiles, num_head_parts, heads_together);
+    const sm90_bwd::ItemPlace place = sm90_bwd::item_place(work_idx, num_k_tiles, num_head_parts,
+                                                           heads_together, *remote, remote_tiles);
     *places++ = place.head_part;
     *places++ = place.rank;
   }

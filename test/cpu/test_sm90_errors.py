@@ -146,6 +146,35 @@ def test_a_schedule_of_another_mask_is_refused(library: ctypes.CDLL, changes: di
         assert "the call's has b=1, h_mask=1, s_q=256, s_k=256, form=1, is_causal=1, bounds=0x100000" in text, text
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"remote_begin": -1}, "remote_begin=-1; expected 0 to s_k=256"),
+        ({"remote_begin": 257}, "remote_begin=257; expected 0 to s_k=256"),
+        ({"sent_lead_us": -5}, "sent_lead_us=-5; expected 0 or more"),
+        ({"ready_rows": SOMEWHERE, "sent_word": None}, "ready_rows without ready_status"),
+        (
+            {"ready_rows": SOMEWHERE + 1, "ready_status": SOMEWHERE},
+            "ready_rows=0x100001; expected a multiple of 4 bytes",
+        ),
+        ({"sent_word": SOMEWHERE + 2}, "sent_word=0x100002; expected a multiple of 4 bytes"),
+    ],
+    ids=str,
+)
+def test_words_that_make_no_sense_are_refused(library: ctypes.CDLL, changes: dict, message: str) -> None:
+    params = make_bwd_params(**{"sent_word": SOMEWHERE, "remote_begin": 128} | changes)
+    assert library.fm3_sm90_bwd(ctypes.byref(params), None) == INVALID_ARGUMENT
+    text = library.fm3_sm90_last_error().decode()
+    assert text.startswith("fm3_sm90_bwd: ") and message in text, text
+
+
+def test_keys_on_their_way_need_a_kernel_that_waits(library: ctypes.CDLL) -> None:
+    params = make_bwd_params(d_qk=192, d_v=128, ready_rows=SOMEWHERE, ready_status=SOMEWHERE, remote_begin=128)
+    assert library.fm3_sm90_bwd(ctypes.byref(params), None) == UNSUPPORTED
+    text = library.fm3_sm90_last_error().decode()
+    assert "d_qk=192, d_v=128 with ready_rows; sm90 serves keys on their way at head dims up to 128" in text
+
+
 @pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has a GPU")
 @pytest.mark.parametrize("d", [64, 128, 192, 256])
 @pytest.mark.parametrize("is_deterministic", [0, 1])

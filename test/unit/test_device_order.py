@@ -11,6 +11,7 @@ import pytest
 from device_support import Group, Results
 from test_device_execute import check, make_inputs
 
+from paddle_fm3.distributed import device_execute
 from paddle_fm3.distributed.device_ipc import IpcTransport
 from paddle_fm3.distributed.plan import CpPlan
 from paddle_fm3.distributed.planner import PlanOptions, build_plan
@@ -196,3 +197,53 @@ def test_sums_travel_while_a_backward_in_two_calls_still_computes() -> None:
         group.world.hold()
         group.world.run()
         check(collect(), inputs, mask)
+
+
+def test_sums_travel_while_a_single_backward_call_still_computes() -> None:
+    """It says when its received rows are done, and they are fetched while it goes on with the own ones."""
+    mask = builders.causal(2 * ROWS)
+    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=1))
+    with group_of(2) as group:
+        for seed in (1, 2):  # the word has been set before, in the second one
+            inputs = inputs_of(mask, seed)
+            collect = group.step(plan, mask, inputs, SCALE, bwd_styles=("one", "one"))
+            own = [rank.stream for rank in group.ranks]
+            held: list[int] = []
+            while len(held) < 2:
+                assert group.world._step()
+                held = [stream for stream in own if group.world.head(stream) == "backward"]
+                group.world.hold(*held)
+            begin = len(group.world.history)
+            group.world.run_until_stuck()
+            assert [group.world.head(pull_stream(group, rank)) for rank in range(2)] == ["", ""]
+            assert {(pull_stream(group, rank), "copy") for rank in range(2)} & set(group.world.history[begin:])
+            group.world.hold()
+            group.world.run()
+            check(collect(), inputs, mask)
+
+
+@pytest.mark.parametrize(("max_dim", "begins"), [(128, True), (4, False)])
+def test_a_single_backward_call_begins_while_keys_are_on_their_way(
+    max_dim: int, begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once all peers have them ready, where the kernel can wait for rows itself."""
+    monkeypatch.setattr(device_execute, "MAX_WAITING_DIM", max_dim)
+    mask = builders.causal(2 * ROWS)
+    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=1))
+    with group_of(2, forward_mode="rows") as group:
+        for seed in (1, 2):  # the words have been set before, in the second one
+            inputs = inputs_of(mask, seed)
+            collect = group.step(plan, mask, inputs, SCALE, bwd_styles=("one", "one"))
+            world, first = group.world, len(group.world.history)
+            own, pulls = group.ranks[0].stream, [pull_stream(group, rank) for rank in range(2)]
+            while (own, "forward") not in world.history[first:]:
+                assert world._step()
+            while world.head(pulls[0]) != "copy":
+                assert world._step()
+            world.hold(pulls[0])
+            world.run_until_stuck()
+            ran = [what for stream, what in world.history[first:] if stream == own]
+            assert ("backward begins" in ran) == begins and "backward" not in ran
+            world.hold()
+            world.run()
+            check(collect(), inputs, mask)

@@ -41,7 +41,10 @@ def test_short_transfers_are_not_worth_a_call_and_long_ones_are() -> None:
     assert styles[0] == "one" and styles[-1] == "plan"
     assert sorted(styles, key=["one", "two", "plan"].index) == styles  # only ever more calls as links get slower
     many = build_plan(MASK, 4, topology=Topology.uniform(4, 2), cost=COST, options=PlanOptions(num_stages=4))
-    assert "two" in [choose_bwd_style(many, with_links(rate, rate)) for rate in (300, 200, 100, 80, 60, 40, 20)]
+    costs = [with_links(rate, rate) for rate in (300, 200, 100, 80, 60, 40, 20)]
+    assert "two" in [choose_bwd_style(many, replace(cost, d=192)) for cost in costs]
+    # A call that tells when its received keys are done has both.
+    assert "two" not in [choose_bwd_style(many, cost) for cost in costs]
 
 
 @pytest.mark.parametrize("strategy", ["ring", "fm3_no_overlap", "dual_chunk_allgather"])

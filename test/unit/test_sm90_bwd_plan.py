@@ -34,6 +34,15 @@ class VisitSummary(ctypes.Structure):
     ]
 
 
+class RemoteWork(ctypes.Structure):
+    _fields_ = [("remote_tiles", ctypes.c_int32), ("max_steps", ctypes.c_int32), ("remote_steps", ctypes.c_int64),
+                ("own_steps", ctypes.c_int64)]  # fmt: skip
+
+
+class RemotePlan(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int32) for name in ("first_parts", "first_tiles", "split_parts")]
+
+
 @dataclass(frozen=True)
 class Plan:
     part_heads: int
@@ -85,11 +94,43 @@ def choose(library: ctypes.CDLL, given: PlanInput, visits: VisitSummary) -> Plan
     return Plan(*plan)
 
 
-def item_places(library: ctypes.CDLL, num_k_tiles: int, num_head_parts: int, together: int) -> np.ndarray:
+def item_places(
+    library: ctypes.CDLL, num_k_tiles: int, num_head_parts: int, together: int, remote: RemotePlan | None = None,
+    num_remote: int = 0,
+) -> np.ndarray:  # fmt: skip
     """[num_items, 2]: head part, rank"""
     places = np.full((num_k_tiles * num_head_parts, 2), -1, np.int32)
-    library.item_places(num_k_tiles, num_head_parts, together, places.ctypes.data_as(ctypes.c_void_p))
+    pointer = places.ctypes.data_as(ctypes.c_void_p)
+    given = ctypes.byref(remote or RemotePlan())
+    library.item_places(num_k_tiles, num_head_parts, together, given, num_remote, pointer)
     return places
+
+
+def choose_remote(
+    library: ctypes.CDLL, given: PlanInput, plan: Plan, steps: np.ndarray, num_remote: int, lead: float, late: bool
+) -> RemotePlan:
+    """`steps` of each key tile, the last num_remote of other ranks."""
+    split = len(steps) - num_remote
+    work = RemoteWork(num_remote, int(steps[split:].max(initial=0)), int(steps[split:].sum()), int(steps[:split].sum()))
+    fields = (ctypes.c_int32 * len(vars(plan)))(*vars(plan).values())
+    found = RemotePlan()
+    library.choose_remote_plan(
+        ctypes.byref(given), fields, ctypes.byref(work), ctypes.c_float(lead), late, ctypes.byref(found)
+    )
+    return found
+
+
+def arranged(
+    library: ctypes.CDLL, by_length: np.ndarray, num_remote: int, remote: RemotePlan, part: int, num_head_parts: int
+) -> list[int]:
+    """The key tiles of a head part, by rank."""
+    is_split = part >= num_head_parts - remote.split_parts
+    num_first = remote.first_tiles if part < remote.first_parts else 0
+    pointer = by_length.ctypes.data_as(ctypes.c_void_p)
+    return [
+        library.arranged_tile(rank, len(by_length), num_remote, num_first, is_split, pointer)
+        for rank in range(len(by_length))
+    ]
 
 
 def test_walks(library: ctypes.CDLL) -> None:
@@ -120,7 +161,28 @@ def test_every_plan_is_one_the_kernel_can_follow(library: ctypes.CDLL, seed: int
     assert 1 <= plan.part_heads * plan.ring_slots <= given.ring_heads
 
     num_head_parts = b * h_kv * plan.num_parts
-    places = item_places(library, tiles, num_head_parts, plan.heads_together)
+    num_remote, lead = draw.randint(0, tiles), draw.choice((-1, 0, 10, 1000))
+    remote = choose_remote(library, given, plan, steps, num_remote, lead, draw.random() < 0.5)
+    assert 0 <= remote.split_parts <= num_head_parts and remote.split_parts % plan.num_parts == 0
+    assert 0 <= remote.first_parts <= num_head_parts and remote.first_parts % plan.num_parts == 0
+    assert lead >= 0 or remote.split_parts == 0
+    places = item_places(library, tiles, num_head_parts, plan.heads_together, remote, num_remote)
+    # In the split head parts all remote tiles come before own ones, but for those of the begin.
+    by_length = np.argsort(-steps, kind="stable").astype(np.int32)
+    lists = [arranged(library, by_length, num_remote, remote, part, num_head_parts) for part in range(num_head_parts)]
+    assert all(sorted(tiles_of) == list(range(tiles)) for tiles_of in lists)
+    last = [
+        lists[part][rank] >= tiles - num_remote for part, rank in places[len(places) - tiles * remote.split_parts :]
+    ]
+    num_begin = 0 if remote.split_parts < num_head_parts else remote.first_tiles * num_head_parts
+    assert last == [
+        *[False] * num_begin, *[True] * (num_remote * remote.split_parts),
+        *[False] * (len(last) - num_begin - num_remote * remote.split_parts),
+    ]  # fmt: skip
+    # And who starts first finds own keys.
+    if remote.first_tiles and not plan.is_in_order:
+        own = [lists[part][rank] < tiles - num_remote for part, rank in places[:NUM_SMS].tolist()]
+        assert all(own[: min(len(own), remote.first_tiles * min(plan.heads_together, remote.first_parts))])
     assert len({(part, rank) for part, rank in places.tolist()}) == tiles * num_head_parts
     at = np.empty((num_head_parts, tiles), np.int64)
     at[places[:, 0], places[:, 1]] = np.arange(len(places))
@@ -136,6 +198,50 @@ def test_a_list_that_would_deadlock_is_noticed(library: ctypes.CDLL) -> None:
     """Eight heads in turns with four slots: the fifth head waits for the first, whose last tile comes after it."""
     at = item_places(library, 10, 8, 8)[:, 0]
     assert np.flatnonzero(at == 0).max() > np.flatnonzero(at == 4).min()
+
+
+def test_enough_is_left_behind_tiles_of_other_ranks(library: ctypes.CDLL) -> None:
+    """Multiprocessors that claim items in order, each with as many steps as it has: when the last remote tile is done,
+    the lead that was asked for is left; those that come first find own keys; and the whole takes no longer."""
+
+    def run(
+        given: PlanInput, plan: Plan, steps: np.ndarray, num_remote: int, remote: RemotePlan
+    ) -> tuple[float, float, int]:
+        """Ends of the last remote item and of all, in steps; multiprocessors that begin with a remote tile."""
+        tiles, num_head_parts = len(steps), given.num_kv_heads * plan.num_parts
+        by_length = np.argsort(-steps, kind="stable").astype(np.int32)
+        lists = [
+            arranged(library, by_length, num_remote, remote, part, num_head_parts) for part in range(num_head_parts)
+        ]
+        free, last_remote, num_waiting = np.zeros(NUM_SMS), 0.0, 0
+        for at, (part, rank) in enumerate(
+            item_places(library, tiles, num_head_parts, plan.heads_together, remote, num_remote)
+        ):
+            tile = lists[part][rank]
+            sm = int(free.argmin())
+            free[sm] += steps[tile] * plan.part_heads + 3
+            if tile >= tiles - num_remote:
+                last_remote = max(last_remote, free[sm])
+                num_waiting += at < NUM_SMS
+        return last_remote, float(free.max()), num_waiting
+
+    rng = np.random.default_rng(0)
+    for own, received, heads in ((64, 50, (64, 8)), (64, 27, (32, 4)), (256, 200, (32, 4)), (64, 50, (16, 16))):
+        steps = np.concatenate([rng.integers(2, 80, own), rng.integers(2, 100, received)])
+        given = plan_input(heads, 1, 128 * len(steps))
+        given.num_q_tiles = 2 * own
+        plan = choose(library, given, summary(steps, apart_up=len(steps) - 1, apart_down=len(steps) - 1))
+        _, plain_end, _ = run(given, plan, steps, received, RemotePlan())
+        for lead, late in ((20, False), (60, False), (20, True), (60, True)):
+            remote = choose_remote(library, given, plan, steps, received, lead, late)
+            last_remote, end, num_waiting = run(given, plan, steps, received, remote)
+            assert last_remote <= end - lead, (own, heads, remote)
+            assert end <= 1.03 * plain_end, (own, heads, remote)
+            # As many as the heads that take turns have own tiles for.
+            assert num_waiting <= max(0, NUM_SMS - plan.heads_together * own) or not late, (own, heads, remote)
+        for num_remote in (0, len(steps)):  # nothing is remote, nothing is own
+            nothing = choose_remote(library, given, plan, steps, num_remote, 20, True)
+            assert (nothing.split_parts, nothing.first_tiles) == (0, 0)
 
 
 def test_choices(library: ctypes.CDLL) -> None:

@@ -66,6 +66,18 @@ struct KernelArgs {
   void* dk;
   void* dv;
   Strides stride_dq, stride_dk, stride_dv;
+  // Key tiles of other ranks, the last ones, of which something is asked; none: 0, from INT32_MAX on.
+  int32_t remote_tiles, remote_k_tile;
+  const uint32_t* ready_rows;  // as in BwdParams; nullptr: all are in
+  uint32_t* ready_status;
+  uint32_t ready_polls;
+  // See sent.cuh.
+  float
+      lead_steps;  // what is to be left behind them, in steps of a multiprocessor; < 0: nobody waits
+  int32_t sent_warps;   // that write their gradients
+  int32_t* sent_count;  // that have; zero at first
+  uint32_t* sent_word;
+  uint32_t sent_value;
 };
 
 // What the passes before the kernel read besides KernelArgs.
@@ -88,6 +100,9 @@ cudaError_t make_lists(const MaskView& mask, const MaskLists& lists, cudaStream_
 // Fills items, counts, lse and delta; writes zeros to dq where no key is visible.
 cudaError_t prepare(const KernelArgs& args, const PrepareArgs& prepare_args, cudaStream_t stream);
 
+// *word = value, once the stream's work so far is done.
+cudaError_t set_word(uint32_t* word, uint32_t value, cudaStream_t stream);
+
 // Zeros of a strided [b, s, h, d] tensor of 2-byte elements.
 cudaError_t fill_zero(void* data, const Strides& stride, int64_t b, int64_t s, int64_t h, int32_t d,
                       cudaStream_t stream);
@@ -96,10 +111,11 @@ cudaError_t fill_zero(void* data, const Strides& stride, int64_t b, int64_t s, i
 struct BwdKernel {
   DType dtype;
   int32_t dim_qk, dim_v;
-  int32_t block_k;   // keys of a work item
-  int32_t dq_parts;  // sums a row tile has in the ring
-  bool sums_parts;   // whether a group of query heads may be cut, see kv_sum.cuh
-  bool packs_rows;   // lse and delta come as RowPieces
+  int32_t block_k;     // keys of a work item
+  int32_t dq_parts;    // sums a row tile has in the ring
+  bool sums_parts;     // whether a group of query heads may be cut, see kv_sum.cuh
+  bool packs_rows;     // lse and delta come as RowPieces
+  bool serves_remote;  // keys of other ranks: waits for them, says when their gradients are written
   cudaError_t (*launch)(const KernelArgs& args, int32_t num_ctas, cudaStream_t stream);
 };
 

@@ -122,6 +122,10 @@ struct WideConfig {
 template <class C>
 using RowValue = std::conditional_t<C::kPacksRows, RowPieces, float>;
 
+// Whether the kernel waits for keys of other ranks, and says when their gradients are written.
+template <class C>
+constexpr bool kServesRemote = !C::kSplitsColumns && !C::kIsTall;
+
 // Derived sizes.
 template <class C>
 struct Sizes {

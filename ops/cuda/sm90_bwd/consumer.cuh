@@ -21,6 +21,7 @@
 #include "dq.cuh"
 #include "hidden.cuh"
 #include "kv_sum.cuh"
+#include "sent.cuh"
 
 namespace fm3::sm90_bwd {
 
@@ -271,6 +272,7 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
       const int32_t k_begin = tile.k_tile_idx * C::kBlockK + group_idx * 64;
       store_zeros<T>(tile, k_begin, args.dv, args.stride_dv, args.shape.s_k, args.shape.d_v);
       store_zeros<T>(tile, k_begin, args.dk, args.stride_dk, args.shape.s_k, args.shape.d_qk);
+      if (is_sent(args, tile)) count_sent_warp(args, is_leader);
       __syncwarp();
       if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.tile_empty[tile_pos.slot()]);
       continue;
@@ -452,6 +454,11 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
                                   args.shape.s_k, 0, args.shape.d_v);
       store_gradient<C, C::kDim>(acc_dk, args.softmax_scale, tile, group_idx * 64, args.dk,
                                  args.stride_dk, args.shape.s_k, 0, args.shape.d_qk);
+      if (is_sent(args, tile)) count_sent_warp(args, is_leader);
+    }
+    // The writes take no longer than the next tile's K and V.
+    if (tile.kv_sum_idx < 0 && is_sent(args, tile) && threadIdx.x % 128 == 0) {
+      count_sent_group(args);
     }
     // Not yet read: the thread that stored still needs `tile`, but it has passed its read.
     __syncwarp();

@@ -2,6 +2,7 @@
 // Warp 0: claims work, walks the visited row tiles, keeps Q, dO, K and V coming.
 #pragma once
 
+#include "../sm90_fwd/remote_rows.cuh"
 #include "row_walk.cuh"
 
 namespace fm3::sm90_bwd {
@@ -212,6 +213,12 @@ __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem
         __syncwarp();
         needs_bounds = false;
         if (needs_kv) {
+          if constexpr (kServesRemote<C>) {
+            if (tile.k_tile_idx >= args.remote_k_tile && args.ready_rows != nullptr) {
+              int32_t seen_rows = 0;
+              sm90::wait_rows(args, args.shape.s_k, seen_rows, (tile.k_tile_idx + 1) * C::kBlockK);
+            }
+          }
           // What V leaves is free first: the next K comes there, where the two change places.
           const bool swaps = KvPlaces<C>::kSwaps;
           ptx::mbar_wait(swaps ? &smem.v_empty : &smem.k_empty, (num_kv & 1) ^ 1);

@@ -234,16 +234,127 @@ FM3_HOST_DEVICE WorkPlan choose_plan(const PlanInput& in, const VisitSummary& vi
   return plan;
 }
 
+// The last key tiles may be of other ranks (BwdParams::remote_begin). What of the work is theirs:
+struct RemoteWork {
+  int32_t remote_tiles;
+  int32_t max_steps;  // of one of them
+  int64_t remote_steps, own_steps;
+};
+
+// How a list of work treats them: at its begin their keys may be on their way, and their gradients may be wanted before
+// its end. Whole heads in both cases, because the parts of a head share places (kv_sum.cuh).
+struct RemotePlan {
+  int32_t first_parts;  // head parts, the first ones, that begin with first_tiles own key tiles
+  int32_t first_tiles;
+  int32_t split_parts;  // the last ones, whose remote tiles come before the own ones of all of them
+};
+
+// Own tiles first: one for each multiprocessor; copies take less time than it does. Own tiles last: enough for lead_steps
+// of a multiprocessor when the last remote one is done. lead_steps < 0: nobody waits for gradients. If the ring does not
+// hold all head parts, at most half of it is split (see choose_plan). In a fixed order tiles stay where they are: the
+// last keys come first there, but for walks by key.
+// Few heads are split: a rank's 8K rows of causal documents, 64/8 heads, H200: two of eight heads 1.8 % faster than none,
+// three 1.3, four 1 to 5 % slower (more rows at a time than L2 holds). Remote tiles in turns over all split parts and own
+// ones as elsewhere: that costs least of three orders.
+FM3_HOST_DEVICE RemotePlan choose_remote_plan(const PlanInput& in, const WorkPlan& plan,
+                                              const RemoteWork& work, float lead_steps,
+                                              bool keys_are_late) {
+  RemotePlan chosen = {0, 0, 0};
+  const int32_t own_tiles = in.num_k_tiles - work.remote_tiles;
+  if (work.remote_tiles == 0 || own_tiles == 0) return chosen;
+  const int32_t num_head_parts = plan.num_parts * in.num_kv_heads;
+  int32_t turn_parts = plan.num_parts;  // of whole heads, as many as take turns at least
+  while (turn_parts < plan.heads_together) turn_parts += plan.num_parts;
+  if (lead_steps >= 0) {
+    const int32_t most = plan.ring_slots < num_head_parts ? plan.ring_slots / 2 : num_head_parts;
+    // Of one head part, a multiprocessor's share.
+    const float own =
+        (1.f * work.own_steps * plan.part_heads + kTileSteps * own_tiles) / in.num_sms;
+    const float remote =
+        (1.f * work.remote_steps * plan.part_heads + kTileSteps * work.remote_tiles) / in.num_sms;
+    const float longest = 1.f * work.max_steps * plan.part_heads + kTileSteps;
+    const float average = remote * in.num_sms / work.remote_tiles;
+    const float first = keys_are_late ? own * in.num_sms / own_tiles : 0;
+    for (int32_t parts = turn_parts; parts <= most; parts += plan.num_parts) {
+      chosen.split_parts = parts;
+      const float left =
+          chosen.split_parts * own - (chosen.split_parts == num_head_parts ? first : 0);
+      if (left >= lead_steps + average &&
+          left + chosen.split_parts * remote >= lead_steps + longest) {
+        break;
+      }
+    }
+  }
+  if (keys_are_late && !plan.is_in_order) {
+    const int32_t whole_parts = num_head_parts - chosen.split_parts;
+    chosen.first_parts = whole_parts == 0 ? num_head_parts : smaller(turn_parts, whole_parts);
+    const int32_t in_turns =
+        whole_parts == 0 ? num_head_parts : smaller(plan.heads_together, chosen.first_parts);
+    chosen.first_tiles = smaller((in.num_sms + in_turns - 1) / in_turns, own_tiles);
+  }
+  return chosen;
+}
+
 // Where item `work_idx` stands: in which head part, and at which place of its list of key tiles.
 struct ItemPlace {
   int32_t head_part, rank;
 };
-FM3_HOST_DEVICE ItemPlace item_place(int32_t work_idx, int32_t num_k_tiles, int32_t num_head_parts,
-                                     int32_t heads_together) {
+// Of head parts that follow each other, heads_together in turns.
+FM3_HOST_DEVICE ItemPlace place_in_turns(int32_t work_idx, int32_t num_k_tiles,
+                                         int32_t num_head_parts, int32_t heads_together) {
   const int32_t first = work_idx / (num_k_tiles * heads_together) * heads_together;
   const int32_t heads = smaller(heads_together, num_head_parts - first);
   const int32_t inside = work_idx - first * num_k_tiles;
   return {first + inside % heads, inside / heads};
+}
+FM3_HOST_DEVICE ItemPlace item_place(int32_t work_idx, int32_t num_k_tiles, int32_t num_head_parts,
+                                     int32_t heads_together, const RemotePlan& remote,
+                                     int32_t remote_tiles) {
+  const int32_t split_parts = remote.split_parts;
+  const int32_t whole_parts = num_head_parts - split_parts;
+  int32_t idx = work_idx - whole_parts * num_k_tiles;
+  if (idx < 0) return place_in_turns(work_idx, num_k_tiles, whole_parts, heads_together);
+  // Of all split parts: own tiles for the begin, remote ones, the other own ones.
+  const int32_t num_first = whole_parts == 0 ? remote.first_tiles : 0;
+  const int32_t num_before[] = {0, num_first, num_first + remote_tiles, num_k_tiles};
+  int32_t kind = 0;
+  while (idx >= split_parts * num_before[kind + 1]) ++kind;
+  idx -= split_parts * num_before[kind];
+  const int32_t num_tiles = num_before[kind + 1] - num_before[kind];
+  ItemPlace place = {idx % split_parts, idx / split_parts};
+  if (kind == 2) {  // the last turn is a whole one: its items end together
+    const int32_t rest = split_parts % heads_together;
+    place = idx < rest * num_tiles ? place_in_turns(idx, num_tiles, rest, rest)
+                                   : place_in_turns(idx - rest * num_tiles, num_tiles,
+                                                    split_parts - rest, heads_together);
+    if (idx >= rest * num_tiles) place.head_part += rest;
+  }
+  place.head_part += whole_parts;
+  place.rank += num_before[kind];
+  return place;
+}
+
+// Key tile at place `rank` where the first num_first own tiles of a list come first, and those of other ranks, the last
+// remote_tiles of num_k_tiles, next if the list is split. tile_at(idx): the list itself.
+template <class TileAt>
+FM3_HOST_DEVICE int32_t arranged_tile(int32_t rank, int32_t num_k_tiles, int32_t remote_tiles,
+                                      int32_t num_first, bool is_split, TileAt tile_at) {
+  const int32_t own_tiles = num_k_tiles - remote_tiles;
+  const bool is_first = rank < num_first;
+  const bool is_remote = is_split && !is_first && rank < num_first + remote_tiles;
+  const bool is_own = is_split && !is_first && !is_remote;
+  // Of the tiles that are asked for, after `left` others.
+  int32_t left = is_first ? rank : is_own ? rank - remote_tiles : rank - num_first;
+  int32_t num_own = 0;
+  for (int32_t idx = 0;; ++idx) {
+    const int32_t tile = tile_at(idx);
+    const bool is_others = tile >= own_tiles;
+    const bool counts = is_first || is_own ? !is_others
+                        : is_remote        ? is_others
+                                           : is_others || num_own >= num_first;
+    if (counts && left-- == 0) return tile;
+    num_own += !is_others;
+  }
 }
 
 }  // namespace fm3::sm90_bwd

@@ -26,16 +26,36 @@ __device__ WorkPlan choose_plan_by_warp(const PlanInput& in, const VisitSummary&
   });
 }
 
+// choose_remote_plan by a warp, from the first list.
+__device__ RemotePlan choose_remote_by_warp(const KernelArgs& args, const WorkPlan& plan) {
+  RemoteWork work = {args.remote_tiles, 0, 0, 0};
+  if (args.remote_tiles > 0) {
+    int32_t remote_steps = 0;
+    for (int32_t idx = threadIdx.x % 32; idx < args.remote_tiles; idx += 32) {
+      const int32_t steps = args.lists.tile_steps[args.num_k_tiles - 1 - idx];
+      work.max_steps = larger(work.max_steps, steps);
+      remote_steps += steps;
+    }
+    work.max_steps = __reduce_max_sync(kAllLanes, work.max_steps);
+    work.remote_steps = __reduce_add_sync(kAllLanes, remote_steps);
+    work.own_steps = args.lists.summaries[0].num_steps - work.remote_steps;
+  }
+  return choose_remote_plan(args.plan_input, plan, work, args.lead_steps,
+                            args.ready_rows != nullptr);
+}
+
 // Head part by head part (batch, kv head, part of its group), so that few heads of the ring are open;
 // heads_together of them take turns. Inside one, the key tiles in the order of the mask's list.
 __device__ __forceinline__ void list_items(const KernelArgs& args, int32_t dq_parts,
                                            int32_t cta_idx, int32_t num_ctas) {
   __shared__ WorkPlan smem_plan;
+  __shared__ RemotePlan smem_remote;
   const TileLists& lists = args.lists;
   if (threadIdx.x < 32) {
     // The first list decides for all.
     const WorkPlan chosen = choose_plan_by_warp(args.plan_input, lists.summaries[0]);
-    if (threadIdx.x == 0) smem_plan = chosen;
+    const RemotePlan remote = choose_remote_by_warp(args, chosen);
+    if (threadIdx.x == 0) smem_plan = chosen, smem_remote = remote;
     if (threadIdx.x == 0 && cta_idx == 0) *args.plan = chosen;
   }
   __syncthreads();
@@ -50,8 +70,9 @@ __device__ __forceinline__ void list_items(const KernelArgs& args, int32_t dq_pa
   const int32_t num_head_parts = args.shape.b * args.shape.h_q / plan.part_heads;
   const int32_t work_idx = cta_idx * kThreads + threadIdx.x;
   if (work_idx >= num_head_parts * args.num_k_tiles) return;
-  const ItemPlace place =
-      item_place(work_idx, args.num_k_tiles, num_head_parts, plan.heads_together);
+  const RemotePlan remote = smem_remote;
+  const ItemPlace place = item_place(work_idx, args.num_k_tiles, num_head_parts,
+                                     plan.heads_together, remote, args.remote_tiles);
   const int32_t head_idx = place.head_part / plan.num_parts;  // (batch, kv head)
   const int32_t part = place.head_part % plan.num_parts;
   TileInfo tile = {};
@@ -64,10 +85,18 @@ __device__ __forceinline__ void list_items(const KernelArgs& args, int32_t dq_pa
   const VisitSummary visits = lists.summaries[list];
   const Walk walk = choose_item_walk(args.plan_input, visits, plan.is_in_order, same_mask);
   const TileOrder order = choose_order(args.plan_input, visits, plan.is_in_order, walk);
-  tile.k_tile_idx = order == TileOrder::kFirstKeysFirst ? place.rank
-                    : order == TileOrder::kLastKeysFirst
-                        ? args.num_k_tiles - 1 - place.rank
-                        : lists.by_length[list * args.num_k_tiles + place.rank];
+  const auto tile_at = [&](int32_t rank) {
+    if (order == TileOrder::kFirstKeysFirst) return rank;
+    if (order == TileOrder::kLastKeysFirst) return args.num_k_tiles - 1 - rank;
+    return lists.by_length[list * args.num_k_tiles + rank];
+  };
+  const bool is_split = place.head_part >= num_head_parts - remote.split_parts;
+  const int32_t num_first = place.head_part < remote.first_parts ? remote.first_tiles : 0;
+  // In a fixed order turns follow the list.
+  tile.k_tile_idx = !plan.is_in_order && (is_split || num_first > 0)
+                        ? arranged_tile(place.rank, args.num_k_tiles, args.remote_tiles, num_first,
+                                        is_split, tile_at)
+                        : tile_at(place.rank);
   const auto sum_of_masks = [&](int32_t b_idx, int32_t h_q_begin, const int32_t* values,
                                 int64_t stride) {
     int32_t sum = 0;
@@ -197,6 +226,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
+__global__ void word_kernel(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
 __global__ void __launch_bounds__(kThreads)
     zero_kernel(uint16_t* data, Strides stride, int64_t s, int64_t h, int32_t d, int64_t num_rows) {
   for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < num_rows;
@@ -225,6 +258,11 @@ cudaError_t prepare(const KernelArgs& args, const PrepareArgs& in, cudaStream_t 
   } else {
     row_kernel<__half><<<grid, kThreads, 0, stream>>>(args, in, item_ctas);
   }
+  return cudaGetLastError();
+}
+
+cudaError_t set_word(uint32_t* word, uint32_t value, cudaStream_t stream) {
+  word_kernel<<<1, 1, 0, stream>>>(word, value);
   return cudaGetLastError();
 }
 

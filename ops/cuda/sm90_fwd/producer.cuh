@@ -147,7 +147,7 @@ class Loader {
     ptx::mbar_wait_warp(&smem_.k_empty[k_pos_.slot], k_pos_.parity ^ 1);
     if (args_.ready_rows != nullptr) {
       int32_t seen_rows = smem_.seen_rows;
-      wait_rows(args_, seen_rows, k_begin + Config::kCols);
+      wait_rows(args_, args_.s_k, seen_rows, k_begin + Config::kCols);
       if (is_issuer_) smem_.seen_rows = seen_rows;
       __syncwarp();
     }
