@@ -47,6 +47,14 @@ constexpr uint32_t kWarpArrivals = 32;
 constexpr uint32_t kWarpArrivals = 1;
 #endif
 __device__ __forceinline__ bool arrives(bool is_leader) { return kWarpArrivals > 1 || is_leader; }
+// The same without a branch, in code that ptxas must know to be converged.
+__device__ __forceinline__ void mbar_arrive_if(bool arrives, Barrier* barrier) {
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.u32 p, %1, 0;\n @p mbarrier.arrive.shared::cta.b64 _, "
+      "[%0];\n}\n" ::"r"(smem_addr(barrier)),
+      "r"(static_cast<uint32_t>(arrives))
+      : "memory");
+}
 // By one thread alone, at a barrier where others arrive as warps.
 __device__ __forceinline__ void mbar_arrive_as_warp(Barrier* barrier) {
   if constexpr (kWarpArrivals == 1) {
@@ -281,11 +289,14 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t smem_row, const uint32_t (&
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
-__device__ __forceinline__ void ldmatrix_x4(const void* smem_src, uint32_t (&r)[4]) {
+__device__ __forceinline__ void ldmatrix_x4(uint32_t smem_row, uint32_t (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(smem_addr(smem_src))
+               : "r"(smem_row)
                : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x4(const void* smem_src, uint32_t (&r)[4]) {
+  ldmatrix_x4(smem_addr(smem_src), r);
 }
 
 // D[16, 8] += A[16, 16] B[16, 8] by one warp, T in, fp32 out; fragments as wgmma.cuh's, 16 rows.

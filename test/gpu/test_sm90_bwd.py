@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -24,7 +25,7 @@ from gpu_support import (  # noqa: E402
 )
 
 from paddle_fm3 import _native  # noqa: E402
-from paddle_fm3.testing.cases import AttentionCase  # noqa: E402
+from paddle_fm3.testing.cases import AttentionCase, RawMask  # noqa: E402
 from paddle_fm3.testing.gpu_call import GpuMask, Sm90, Sm90Error  # noqa: E402
 from paddle_fm3.testing.gpu_call_bwd import BackwardInputs, Gradients, Sm90Backward, reference_forward  # noqa: E402
 from paddle_fm3.testing.hostile_cases import HOSTILE_CASES, hostile_case  # noqa: E402
@@ -103,6 +104,23 @@ def test_parts_of_a_group(backend: Sm90Backward, kind: str, heads: tuple[int, in
     for _ in range(3):
         again = backend.backward(inputs, mask, is_deterministic=True)
         assert_same_bits(case.name, values(first), values(again))
+
+
+@pytest.mark.parametrize("shift", [0, 17])
+@pytest.mark.parametrize("heads", [(1, 1), (3, 1), (4, 2)], ids=str)
+@pytest.mark.parametrize("d", [64, 128])
+def test_every_number_of_steps(backend: Sm90Backward, d: int, heads: tuple[int, int], shift: int) -> None:
+    """Key tile n is visited by n row tiles a head, the second half of them apart from the first: d = 64 takes two steps at a
+    time. With a shift no step is whole at the ends."""
+    num_steps = np.arange(14).repeat(128)
+    first_end = num_steps // 2 * 64 + shift * (num_steps > 1)
+    second_begin = first_end + 64 * (1 + num_steps % 3)
+    second_end = second_begin + (num_steps - num_steps // 2) * 64
+    bounds = np.stack([first_end, second_begin, second_end, np.full(14 * 128, 1088)], -1).astype(np.int32)
+    case = AttentionCase(
+        f"steps_d{d}", 1, 1088, 14 * 128, *heads, d, d, build_mask=lambda: RawMask(bounds[None, None], False)
+    )
+    run_and_check(backend, case, torch.bfloat16)
 
 
 def test_rooms_of_parts_are_reused(backend: Sm90Backward) -> None:

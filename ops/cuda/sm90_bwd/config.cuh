@@ -50,8 +50,8 @@ constexpr uint32_t kStepPartial = 1, kStepBoundsSlot = 2;
 // A dQ part that has been added to the ring, to be counted, or the only part of its sum.
 struct DqEvent {
   int32_t b_idx, h_q_idx, q_tile_idx;
-  int32_t num_visits;  // parts of its sum, or one of the three below
-  int32_t ring_sum_idx, part_idx;
+  int32_t num_visits;              // parts of its sum, or one of the three below
+  int32_t ring_sum_idx, part_idx;  // of an only part, which is in no ring: its buffer instead
 };
 constexpr int32_t kInOrder = -1, kLastInOrder = -2, kNoMoreEvents = 0;
 
@@ -78,8 +78,21 @@ struct Config {
   // nothing has been released, the loader waits for it.
   static constexpr int kLseStages = 2;
   static constexpr int kDsBuffers = 2;
-  static constexpr int kDqParts = 1;
+  static constexpr int kDqParts = 1, kDqBuffers = 1;
+  static constexpr bool kTakesTwo = false;
   static_assert(kDim % 64 == 0 && kDimV % 64 == 0, "tiles are panels of 64 columns");
+};
+
+// 64: two steps at a time, in the order of consumer_two_steps.cuh.
+template <class T_>
+struct TwoStepConfig : Config<T_, 64, 64> {
+  static constexpr bool kTakesTwo = true;
+  static constexpr int kQStages = 4, kDoutStages = 4;  // the two steps at work and the next two
+  static constexpr int kLseStages = kQStages;
+  static constexpr int kDsBuffers = 4;  // two a pair of steps
+  static constexpr int kDqBuffers = 2;
+  // Step info is written again when Q of four steps later may be, and read until the dQ buffers of the pair before are free.
+  static_assert(kNumInfo >= kQStages + 3);
 };
 
 // 192/128: 64 of 128 keys a warpgroup as well, in the order of consumer_tall.cuh.
@@ -95,7 +108,8 @@ struct TallConfig {
   static constexpr bool kPacksRows = true;
   static constexpr int kLseStages = kQStages;
   static constexpr int kDsBuffers = 1;
-  static constexpr int kDqParts = 1;
+  static constexpr int kDqParts = 1, kDqBuffers = 1;
+  static constexpr bool kTakesTwo = false;
   static_assert(kDim == 192 && kDimV == 128, "registers and shared memory are counted for these");
 };
 
@@ -115,6 +129,8 @@ struct WideConfig {
   static constexpr int kDsBuffers = 1;
   static constexpr int kDqParts =
       kDim > 192 ? 2 : 1;  // staged one after the other in the same 32 KB
+  static constexpr int kDqBuffers = 1;
+  static constexpr bool kTakesTwo = false;
   static_assert(kDim % 64 == 0 && kDimV % 64 == 0, "tiles are panels of 64 columns");
 };
 
@@ -155,8 +171,9 @@ struct Sizes {
 // q_empty[.]        8               consumers         loader                overwrite q, and its lse; d <= 128: the next step's
 // dout_full[.]      1 + bytes       loader (TMA)      consumers             read dout, minus_delta, bounds
 // dout_empty[.]     8               consumers         loader                overwrite dout, minus_delta
-// dq_full           8               consumers         writer                read dq
-// dq_empty[part]    1               writer, counter   consumers             overwrite dq with the next
+// dq_full[.]        8               consumers         writer                read dq
+// dq_empty[.]       1               writer, counter   consumers             overwrite dq with the next; of a part or a buffer
+// ds_full[g]        4               other warpgroup   warpgroup g           d = 64: read the ds that its dQ is of
 // dq_back_full[.]   1 + bytes       converter (bulk)  that converter        read what it fetched to dq_back
 // event_full[8]     1              writer            counter               read event[.]
 // event_empty[8]    1               counter           writer                overwrite event[.]
@@ -174,7 +191,7 @@ struct alignas(1024) Smem {
   typename C::T q[C::kQStages][kBlockQ * C::kDim];
   typename C::T dout[C::kDoutStages][kBlockQ * C::kDimV];
   typename C::T ds[C::kDsBuffers][C::kBlockK * kBlockQ];          // dS^T: a row is a key
-  float dq[Sizes<C>::kPartFloats];                                // accumulator order, see dq.cuh
+  float dq[C::kDqBuffers * Sizes<C>::kPartFloats];                // accumulator order, see dq.cuh
   float dq_back[kBackBuffers][Sizes<C>::kPieceFloats];            // pieces of a finished sum
   typename C::T p[C::kSplitsColumns ? C::kBlockK * kBlockQ : 8];  // P^T, if both warpgroups need it
   RowValue<C> lse[C::kLseStages][kBlockQ];
@@ -187,8 +204,10 @@ struct alignas(1024) Smem {
   Barrier k_full, v_full, k_empty, v_empty;
   Barrier q_full[C::kQStages], q_empty[C::kQStages];
   Barrier dout_full[C::kDoutStages], dout_empty[C::kDoutStages];
-  Barrier dq_full, dq_empty[C::kDqParts], dq_back_full[kBackBuffers];
+  Barrier dq_full[C::kDqBuffers], dq_empty[C::kDqParts * C::kDqBuffers];
+  Barrier dq_back_full[kBackBuffers];
   Barrier event_full[kNumEvents], event_empty[kNumEvents];
+  Barrier ds_full[C::kTakesTwo ? 2 : 1];
 };
 
 // Where K and V of the num_kv-th loaded tile lie in Smem::kv, in elements. For d <= 128 they change places

@@ -192,12 +192,13 @@ template <class C>
 __device__ __forceinline__ void stage_dq(const float (&acc_dq)[C::kDim / 4], Smem<C>& smem,
                                          uint32_t count) {
   // Unit (half, warp) is that of the consumer warp, counted over both warpgroups.
-  float4* const piece =
-      reinterpret_cast<float4*>(smem.dq + (threadIdx.x - 128) / 32 * Sizes<C>::kUnitFloats) +
-      threadIdx.x % 32;
-  RingPos<1> dq_pos;
+  RingPos<C::kDqBuffers> dq_pos;
   dq_pos.count = count;
-  ptx::mbar_wait(&smem.dq_empty[0], dq_pos.write_parity());
+  float4* const piece =
+      reinterpret_cast<float4*>(smem.dq + dq_pos.slot() * Sizes<C>::kPartFloats +
+                                (threadIdx.x - 128) / 32 * Sizes<C>::kUnitFloats) +
+      threadIdx.x % 32;
+  ptx::mbar_wait(&smem.dq_empty[dq_pos.slot()], dq_pos.write_parity());
 #pragma unroll
   for (int block = 0; block < C::kDim / 16; ++block) {
     piece[block * 32] = make_float4(acc_dq[4 * block], acc_dq[4 * block + 1], acc_dq[4 * block + 2],
@@ -205,10 +206,10 @@ __device__ __forceinline__ void stage_dq(const float (&acc_dq)[C::kDim / 4], Sme
   }
 }
 template <class C>
-__device__ __forceinline__ void hand_over_dq(Smem<C>& smem) {
+__device__ __forceinline__ void hand_over_dq(Smem<C>& smem, uint32_t count = 0) {
   ptx::fence_proxy_async();
   __syncwarp();
-  if (ptx::arrives(threadIdx.x % 32 == 0)) ptx::mbar_arrive(&smem.dq_full);
+  if (ptx::arrives(threadIdx.x % 32 == 0)) ptx::mbar_arrive(&smem.dq_full[count % C::kDqBuffers]);
 }
 
 template <class C>

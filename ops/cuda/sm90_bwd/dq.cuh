@@ -105,7 +105,7 @@ class DqWriter {
 
   __device__ __forceinline__ void run() {
     RingPos<2> tile_pos;
-    RingPos<1> dq_pos;
+    RingPos<C::kDqBuffers> dq_pos;
     for (;; ++tile_pos.count) {
       ptx::mbar_wait(&smem_.tile_full[tile_pos.slot()], tile_pos.parity());
       const volatile TileInfo& tile = smem_.tile[tile_pos.slot()];
@@ -119,15 +119,16 @@ class DqWriter {
         if (C::kDqParts == 1 && tile.flags & kItemInOrder && part < tile.num_steps) {
           wait_for_turn(tile, smem_.info[dq_pos.count % kNumInfo]);
         }
-        ptx::mbar_wait(&smem_.dq_full, dq_pos.parity());
+        ptx::mbar_wait(&smem_.dq_full[dq_pos.slot()], dq_pos.parity());
         part_idx_ = dq_pos.count % C::kDqParts;
+        buffer_idx_ = dq_pos.slot();
         const StepInfo info =
             smem_.info[dq_pos.count / C::kDqParts % kNumInfo];  // one 16-byte load
         if ((info.visits_order & 0xFFFF) > 1) {
           add(tile, info);
         } else {  // the only part: a converter takes it from where it is, and frees `dq`
           drain();
-          reserve(tile.b_idx, 0, info, 1);
+          reserve(tile.b_idx, buffer_idx_, info, 1);
           publish();
           has_turn_ = false;
         }
@@ -190,12 +191,13 @@ class DqWriter {
     if (is_in_order && !has_turn_) wait_for_turn(tile, info);
     has_turn_ = false;
     float* const sum = args_.dq_ring + static_cast<int64_t>(sum_idx) * Sizes<C>::kPartFloats;
+    const float* const staged = smem_.dq + buffer_idx_ * Sizes<C>::kPartFloats;
     constexpr uint32_t kBytes = Sizes<C>::kPartFloats * 4;
     // Evicted last: the ring should stay in L2 while Q, dO, K and V stream through.
     if (is_in_order && info.visits_order >> 16 == 0) {  // the sum's first part needs no zeros
-      ptx::bulk_store(sum, smem_.dq, kBytes, ptx::kEvictLast);
+      ptx::bulk_store(sum, staged, kBytes, ptx::kEvictLast);
     } else {
-      ptx::bulk_reduce_add_f32(sum, smem_.dq, kBytes, ptx::kEvictLast);
+      ptx::bulk_reduce_add_f32(sum, staged, kBytes, ptx::kEvictLast);
     }
     ptx::bulk_commit();
     if (is_in_order) {
@@ -204,13 +206,13 @@ class DqWriter {
       const int32_t turn = info.visits_order >> 16, num_visits = info.visits_order & 0xFFFF;
       reserve(b_idx, sum_idx, info, turn + 1 == num_visits ? kLastInOrder : kInOrder);
       ptx::bulk_wait_read<0>();
-      ptx::mbar_arrive_as_warp(&smem_.dq_empty[part_idx_]);
+      ptx::mbar_arrive_as_warp(&smem_.dq_empty[part_idx_ + buffer_idx_]);
       ptx::bulk_wait<0>();
       publish();
       return;
     }
     ptx::bulk_wait_read<0>();
-    ptx::mbar_arrive_as_warp(&smem_.dq_empty[part_idx_]);
+    ptx::mbar_arrive_as_warp(&smem_.dq_empty[part_idx_ + buffer_idx_]);
     reserve(b_idx, sum_idx, info, info.visits_order & 0xFFFF);
     // The part before this one has had a whole step to complete. (A completed bulk operation is
     // visible to the thread that waited for it: no proxy fence, which would cost 900 cycles here.)
@@ -247,8 +249,8 @@ class DqWriter {
   const KernelArgs& args_;
   Smem<C>& smem_;
   RingPos<kNumEvents> reserved_, published_;
-  int32_t part_idx_ = 0;
-  bool has_turn_ = false;         // the next part need not wait for those before it
+  int32_t part_idx_ = 0, buffer_idx_ = 0;  // one of them: no kernel has both
+  bool has_turn_ = false;                  // the next part need not wait for those before it
   bool has_unpublished_ = false;  // one reduction is in flight and its event not yet announced
 };
 

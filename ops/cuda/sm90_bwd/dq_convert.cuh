@@ -77,12 +77,14 @@ __device__ __forceinline__ void run_dq_counter(const KernelArgs& args, Smem<C>& 
     if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.event_empty[event_pos.slot()]);
     if (event.num_visits == kNoMoreEvents) return;
     if (event.num_visits == 1) {  // never in the ring: from where it is, and frees `dq`
+      const int32_t buffer_idx = C::kDqBuffers > 1 ? event.ring_sum_idx : 0;
+      const float* const staged = smem.dq + buffer_idx * Sizes<C>::kPartFloats;
 #pragma unroll 1
       for (int32_t piece = 0; piece < Sizes<C>::kPieces; ++piece) {
-        convert_piece<C>(args, smem.dq + piece * Sizes<C>::kPieceFloats, piece, event);
+        convert_piece<C>(args, staged + piece * Sizes<C>::kPieceFloats, piece, event);
       }
       __syncwarp();
-      if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.dq_empty[event.part_idx]);
+      if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.dq_empty[event.part_idx + buffer_idx]);
       continue;
     }
     bool is_last = event.num_visits == kLastInOrder;

@@ -4,6 +4,7 @@
 
 #include "consumer.cuh"
 #include "consumer_tall.cuh"
+#include "consumer_two_steps.cuh"
 #include "consumer_wide.cuh"
 #include "dq_convert.cuh"
 #include "loader.cuh"
@@ -30,14 +31,21 @@ __device__ __forceinline__ void init_barriers(Smem<C>& smem) {
   mbar_init(&smem.v_full, 1);
   mbar_init(&smem.k_empty, kNumConsumerWarps * kWarpArrivals);
   mbar_init(&smem.v_empty, kNumConsumerWarps * kWarpArrivals);
-  mbar_init(&smem.dq_full, kNumConsumerWarps * kWarpArrivals);
-  for (int part = 0; part < C::kDqParts; ++part) mbar_init(&smem.dq_empty[part], kWarpArrivals);
+  for (int slot = 0; slot < C::kDqBuffers; ++slot) {
+    mbar_init(&smem.dq_full[slot], kNumConsumerWarps * kWarpArrivals);
+  }
+  for (int slot = 0; slot < C::kDqParts * C::kDqBuffers; ++slot) {
+    mbar_init(&smem.dq_empty[slot], kWarpArrivals);
+  }
   for (int slot = 0; slot < kBackBuffers; ++slot) {
     mbar_init(&smem.dq_back_full[slot], 1);
   }
   for (int slot = 0; slot < kNumEvents; ++slot) {
     mbar_init(&smem.event_full[slot], 1);
     mbar_init(&smem.event_empty[slot], kWarpArrivals);
+  }
+  if constexpr (C::kTakesTwo) {
+    for (int slot = 0; slot < 2; ++slot) mbar_init(&smem.ds_full[slot], 4 * kWarpArrivals);
   }
   ptx::fence_mbar_init();
 }
@@ -69,6 +77,8 @@ __global__ void __launch_bounds__(kNumThreads, 1)
       run_wide_consumer<C>(args, smem);
     } else if constexpr (C::kIsTall) {
       run_tall_consumer<C>(args, smem);
+    } else if constexpr (C::kTakesTwo) {
+      run_two_step_consumer<C>(args, smem, group_idx - 1);
     } else {
       run_consumer<C>(args, smem, group_idx - 1);
     }

@@ -88,6 +88,10 @@ __device__ __forceinline__ void load_step(const KernelArgs& args, Smem<C>& smem,
   RingPos<C::kDoutStages> dout_pos;
   dout_pos.count = step_pos.count;
   ptx::mbar_wait(&smem.dout_empty[dout_slot], dout_pos.write_parity());
+  if (C::kDoutStages > 2 && needs_bounds && step_pos.count >= 2) {  // see below
+    const uint32_t before = step_pos.count - 2;
+    ptx::mbar_wait(&smem.dout_empty[before % C::kDoutStages], before / C::kDoutStages & 1);
+  }
   __syncwarp();
   if (ptx::elect_one()) {
     constexpr uint32_t kBoundsBytes = C::kBlockK * sizeof(int4);
@@ -98,7 +102,7 @@ __device__ __forceinline__ void load_step(const KernelArgs& args, Smem<C>& smem,
     ptx::bulk_load(delta_at, static_cast<const Row*>(args.minus_delta) + first_row, kRowBytes,
                    dout_full);
     // With dO, not with Q: the bounds slot was last read two bounds tiles ago, hence not after
-    // step count - 2, whose end dout_empty has just announced (its stages are at most two).
+    // step count - 2, whose end dout_empty has just announced.
     if (needs_bounds) {
       ptx::bulk_load(ptx::smem_addr(smem.bounds[bounds_slot]),
                      args.bounds + static_cast<int64_t>(mask_idx) * args.num_hulls * kHullK +

@@ -2,5 +2,5 @@
 #include "../launch.cuh"
 
 namespace fm3::sm90_bwd {
-extern const BwdKernel kBwdD64Fp16 = make_kernel<Config<__half, 64, 64>>(DType::kFloat16);
+extern const BwdKernel kBwdD64Fp16 = make_kernel<TwoStepConfig<__half>>(DType::kFloat16);
 }
