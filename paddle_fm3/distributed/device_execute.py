@@ -377,7 +377,8 @@ class DeviceAttention:
                     self._tell_status(ready, on, self._key_stream)  # the side stream goes ahead of this kernel's end
                 num_called += 1
             while next_batch < len(work.reduce) and work.reduce_after[next_batch] == call_idx:
-                self._post_reduce(bound, next_batch, side, call)
+                # The last backward's sums have been read by then, so peers' may come.
+                self._post_reduce(bound, next_batch, side, call, self._own_event if tells else None)
                 next_batch += 1
         for extra in self._extra:
             self._fork(extra, [stream])
@@ -431,7 +432,7 @@ class DeviceAttention:
             if count:
                 self.device.reserve_sms(0)
 
-    def _post_reduce(self, bound: BoundWork, at: int, side: int, call: int) -> None:
+    def _post_reduce(self, bound: BoundWork, at: int, side: int, call: int, recv_after: int | None) -> None:
         assert self.transport is not None
         for earlier in bound.prepared.work.reduce[at].after:
             self.transport.wait(self._reduce_tickets[earlier], side)
@@ -440,7 +441,7 @@ class DeviceAttention:
             with span_of(self.trace, "compute", f"{bound.reduce[at].name}: to pass on", side):
                 for sums in wire_sums:
                     self.device.sum_rows(sums, side)
-        self._reduce_tickets.append(self.transport.post(bound.reduce[at], side, call=call))
+        self._reduce_tickets.append(self.transport.post(bound.reduce[at], side, call=call, recv_after=recv_after))
 
     def _sum_parts(self, dtype: int, parts: list[int], out: DeviceTensor, stream: int) -> None:
         if len(parts) > MAX_PARTS:

@@ -146,7 +146,10 @@ class IpcTransport(DeviceTransport):
         super().forget()
         self._copies = {}
 
-    def _post(self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int, int] | None) -> None:
+    def _post(
+        self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int, int] | None,
+        recv_after: int | None,
+    ) -> None:  # fmt: skip
         device, number = self._device, ticket.number
         value = number + 1  # words are 0 at first
         device.event_record(self._begin_event, stream)
@@ -160,7 +163,7 @@ class IpcTransport(DeviceTransport):
         if word is not None:  # on the stream that has written it before, and ahead of all waits: see _wait_ready
             device.write_word(self._pull_stream, word[0], word[1])
             device.event_record(self._word_events[number % NUM_READY_WORDS], self._pull_stream)
-        device.event_wait(self._begin_event, self._pull_stream)
+        device.event_wait(self._begin_event if recv_after is None else recv_after, self._pull_stream)
         for peer, copies in self._copies_of(ticket.batch):
             self._wait_peer(peer, number, self._pull_stream)
             with span_of(self.trace, "receive", f"{ticket.batch.name} from rank {peer}", self._pull_stream):

@@ -95,7 +95,10 @@ class NcclTransport(DeviceTransport):
         super().forget()
         self._slices = {}
 
-    def _post(self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int, int] | None) -> None:
+    def _post(
+        self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int, int] | None,
+        recv_after: int | None,
+    ) -> None:  # fmt: skip
         batch, side = ticket.batch, self._stream.cuda_stream
         self._device.event_record(self._start_event, stream)
         self._device.event_wait(self._start_event, side)

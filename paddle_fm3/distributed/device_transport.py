@@ -124,6 +124,7 @@ class DeviceTransport:
         after: tuple[Ticket, ...] = (),
         word: tuple[int, int, int] | None = None,
         call: int = 0,
+        recv_after: int | None = None,
     ) -> Ticket:
         """Enqueues a batch. Every rank posts the same batches, with or without pieces, in the same order.
 
@@ -133,6 +134,7 @@ class DeviceTransport:
             word: (address, before, after): values to write before anything moves, and once the recvs are in. Work that
                 follows `wait_ready` sees one of them. Only if `raises_words`.
             call: number of the attention call that the batch belongs to.
+            recv_after: an event that the memory of the recvs is free after, if that is before the sends are written.
 
         Raises:
             TransportError: misuse, or a failure known by now: another rank posts another batch, for one.
@@ -149,7 +151,7 @@ class DeviceTransport:
         ticket = Ticket(batch, self._num_posts, self, call)
         self._num_posts += 1
         self._compare(ticket)
-        self._post(ticket, stream, after, word)
+        self._post(ticket, stream, after, word, recv_after)
         for piece in batch.sends:
             self.sent_bytes[piece.peer] += piece.num_bytes
         for piece in batch.recvs:
@@ -195,7 +197,10 @@ class DeviceTransport:
     def _register(self, sizes: dict[str, int]) -> dict[str, int]:
         raise NotImplementedError
 
-    def _post(self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int, int] | None) -> None:
+    def _post(
+        self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int, int] | None,
+        recv_after: int | None,
+    ) -> None:  # fmt: skip
         raise NotImplementedError
 
     def _wait(self, ticket: Ticket, stream: int) -> None:

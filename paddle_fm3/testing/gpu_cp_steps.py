@@ -58,9 +58,12 @@ class StillTransport(IpcTransport):
 
     is_still = False
 
-    def _post(self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int, int] | None) -> None:
+    def _post(
+        self, ticket: Ticket, stream: int, after: tuple[Ticket, ...], word: tuple[int, int, int] | None,
+        recv_after: int | None,
+    ) -> None:  # fmt: skip
         if not self.is_still:
-            super()._post(ticket, stream, after, word)
+            super()._post(ticket, stream, after, word, recv_after)
             return
         page, device = self._page, self._device
         for offset in (page.ready_offset(self.rank, ticket.number), page.pulled_offset(self.rank)):

@@ -247,3 +247,24 @@ def test_a_single_backward_call_begins_while_keys_are_on_their_way(
             world.hold()
             world.run()
             check(collect(), inputs, mask)
+
+
+def test_sums_of_a_peer_come_before_the_own_ones_are_written() -> None:
+    """A rank whose received rows are done late fetches what others have for it all the same."""
+    mask = builders.causal(2 * ROWS)
+    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=1))
+    with group_of(2) as group:
+        for seed in (1, 2):
+            inputs = inputs_of(mask, seed)
+            collect = group.step(plan, mask, inputs, SCALE, bwd_styles=("one", "one"))
+            world, late = group.world, group.ranks[0].stream
+            while world.head(late) != "backward, rows it tells of":
+                assert world._step()
+            world.hold(late)
+            world.run_until_stuck()
+            assert world.history.count((group.ranks[1].stream, "backward")) == seed
+            # Rows for the forward, rows for the backward, sums.
+            assert world.history.count((pull_stream(group, 0), "copy")) == 3 * seed
+            world.hold()
+            world.run()
+            check(collect(), inputs, mask)
