@@ -212,6 +212,25 @@ __device__ __forceinline__ void hand_over_dq(Smem<C>& smem, uint32_t count = 0) 
   if (ptx::arrives(threadIdx.x % 32 == 0)) ptx::mbar_arrive(&smem.dq_full[count % C::kDqBuffers]);
 }
 
+// At a tile's end: stores gradients that are sums over parts, if this is the last one; says that the tile's are written.
+template <class C>
+__device__ __forceinline__ void finish_gradients(const KernelArgs& args, const TileInfo& tile,
+                                                 float (&acc_dk)[C::kDim / 2],
+                                                 float (&acc_dv)[C::kDimV / 2],
+                                                 const int32_t group_idx, const bool is_leader) {
+  if (tile.kv_sum_idx >= 0 && sum_parts<C>(args, tile, acc_dk, acc_dv)) {
+    store_gradient<C, C::kDimV>(acc_dv, 1.f, tile, group_idx * 64, args.dv, args.stride_dv,
+                                args.shape.s_k, 0, args.shape.d_v);
+    store_gradient<C, C::kDim>(acc_dk, args.softmax_scale, tile, group_idx * 64, args.dk,
+                               args.stride_dk, args.shape.s_k, 0, args.shape.d_qk);
+    if (is_sent(args, tile)) count_sent_warp(args, is_leader);
+  }
+  // The writes take no longer than the next tile's K and V.
+  if (tile.kv_sum_idx < 0 && is_sent(args, tile) && threadIdx.x % 128 == 0) {
+    count_sent_group(args);
+  }
+}
+
 template <class C>
 __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& smem,
                                              const int32_t group_idx) {
@@ -450,17 +469,7 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
     } else {
       clear_sums();  // a part without steps: others may have some
     }
-    if (tile.kv_sum_idx >= 0 && sum_parts<C>(args, tile, acc_dk, acc_dv)) {
-      store_gradient<C, C::kDimV>(acc_dv, 1.f, tile, group_idx * 64, args.dv, args.stride_dv,
-                                  args.shape.s_k, 0, args.shape.d_v);
-      store_gradient<C, C::kDim>(acc_dk, args.softmax_scale, tile, group_idx * 64, args.dk,
-                                 args.stride_dk, args.shape.s_k, 0, args.shape.d_qk);
-      if (is_sent(args, tile)) count_sent_warp(args, is_leader);
-    }
-    // The writes take no longer than the next tile's K and V.
-    if (tile.kv_sum_idx < 0 && is_sent(args, tile) && threadIdx.x % 128 == 0) {
-      count_sent_group(args);
-    }
+    finish_gradients<C>(args, tile, acc_dk, acc_dv, group_idx, is_leader);
     // Not yet read: the thread that stored still needs `tile`, but it has passed its read.
     __syncwarp();
     if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.tile_empty[tile_pos.slot()]);

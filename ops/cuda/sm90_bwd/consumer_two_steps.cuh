@@ -344,17 +344,7 @@ __device__ __forceinline__ void run_two_step_consumer(const KernelArgs& args, Sm
     } else {
       clear_sums();  // a part without steps: others may have some
     }
-    if (tile.kv_sum_idx >= 0 && sum_parts<C>(args, tile, acc_dk, acc_dv)) {
-      store_gradient<C, C::kDimV>(acc_dv, 1.f, tile, group_idx * 64, args.dv, args.stride_dv,
-                                  args.shape.s_k, 0, args.shape.d_v);
-      store_gradient<C, C::kDim>(acc_dk, args.softmax_scale, tile, group_idx * 64, args.dk,
-                                 args.stride_dk, args.shape.s_k, 0, args.shape.d_qk);
-      if (is_sent(args, tile)) count_sent_warp(args, is_leader);
-    }
-    // The writes take no longer than the next tile's K and V.
-    if (tile.kv_sum_idx < 0 && is_sent(args, tile) && threadIdx.x % 128 == 0) {
-      count_sent_group(args);
-    }
+    finish_gradients<C>(args, tile, acc_dk, acc_dv, group_idx, is_leader);
     // Not yet read: the thread that stored still needs `tile`, but it has passed its read.
     __syncwarp();
     ptx::mbar_arrive_if(arrives, &smem.tile_empty[tile_pos.slot()]);
