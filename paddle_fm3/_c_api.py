@@ -131,6 +131,7 @@ class BwdParams(_Struct):
         ("ready_timeout_us", ctypes.c_int64),
         ("sent_word", ctypes.c_void_p),
         ("sent_lead_us", ctypes.c_int64),
+        ("zero_sums", ctypes.c_int32),  # sm90: of the workspace; 0: cleared, 1: and left as zeros, 2: zeros already
     ]
 
 

@@ -182,10 +182,12 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   take(&args->head_done, int64_t{shape.b} * shape.h_q);
   take(&args->kv_counts, kv_sum_tiles * 8);
   take(&args->ring_counts, ring_tiles * kernel.dq_parts);
+  const int64_t sums_begin = offset;
   if (!params.is_deterministic) take(&args->dq_ring, ring_floats);
   take(&args->kv_sums, kv_sum_tiles * kv_tile_floats);
   in->zeroed = base + zeroed_begin;
-  in->zeroed_bytes = offset - zeroed_begin;
+  const bool are_zeros = params.zero_sums == 2 && kernel.leaves_zeros;
+  in->zeroed_bytes = (are_zeros ? sums_begin : offset) - zeroed_begin;
   args->plan_input = plan_in;
   args->max_items = static_cast<int32_t>(num_items);
   args->kv_sum_heads = static_cast<int32_t>(kv_sum_tiles / num_k_tiles);
@@ -394,6 +396,7 @@ int32_t run(const BwdParams& params, cudaStream_t stream) {
   args.group = shape.h_q / shape.h_kv;
   args.plan_input.num_sms = num_sms;
   args.is_deterministic = params.is_deterministic;
+  args.leaves_zeros = params.zero_sums != 0 && !params.is_deterministic;
   args.softmax_scale = params.softmax_scale;
   args.dq = params.dq, args.dk = params.dk, args.dv = params.dv;
   args.stride_dq = params.stride_dq;
@@ -432,6 +435,9 @@ int32_t fm3_sm90_bwd(const fm3::BwdParams* params, void* stream) {
   if (!error.empty()) return fm3::sm90::fail(Status::kInvalidArgument, kName, error);
   error = fm3::sm90_bwd::check_schedule_fits(*params);
   if (error.empty()) error = fm3::sm90_bwd::check_remote(*params);
+  if (error.empty() && (params->zero_sums < 0 || params->zero_sums > 2)) {
+    error = "zero_sums=" + std::to_string(params->zero_sums) + "; expected 0, 1 or 2";
+  }
   if (!error.empty()) return fm3::sm90::fail(Status::kInvalidArgument, kName, error);
   error = fm3::sm90_bwd::check_served(*params);
   if (!error.empty()) return fm3::sm90::fail(Status::kUnsupported, kName, error);

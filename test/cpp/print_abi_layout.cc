@@ -39,7 +39,7 @@ int main() {
   FIELD(BwdParams, workspace), FIELD(BwdParams, workspace_bytes), FIELD(BwdParams, keys_ready);
   FIELD(BwdParams, bwd_schedule), FIELD(BwdParams, remote_begin), FIELD(BwdParams, sent_value);
   FIELD(BwdParams, ready_rows), FIELD(BwdParams, ready_status), FIELD(BwdParams, ready_timeout_us);
-  FIELD(BwdParams, sent_word), FIELD(BwdParams, sent_lead_us);
+  FIELD(BwdParams, sent_word), FIELD(BwdParams, sent_lead_us), FIELD(BwdParams, zero_sums);
   SIZE(BwdSchedule);
   FIELD(BwdSchedule, mask), FIELD(BwdSchedule, data), FIELD(BwdSchedule, bytes);
   SIZE(RowRun);

@@ -152,6 +152,7 @@ def test_a_schedule_of_another_mask_is_refused(library: ctypes.CDLL, changes: di
         ({"remote_begin": -1}, "remote_begin=-1; expected 0 to s_k=256"),
         ({"remote_begin": 257}, "remote_begin=257; expected 0 to s_k=256"),
         ({"sent_lead_us": -5}, "sent_lead_us=-5; expected 0 or more"),
+        ({"zero_sums": 3}, "zero_sums=3; expected 0, 1 or 2"),
         ({"ready_rows": SOMEWHERE, "sent_word": None}, "ready_rows without ready_status"),
         (
             {"ready_rows": SOMEWHERE + 1, "ready_status": SOMEWHERE},
@@ -161,7 +162,7 @@ def test_a_schedule_of_another_mask_is_refused(library: ctypes.CDLL, changes: di
     ],
     ids=str,
 )
-def test_words_that_make_no_sense_are_refused(library: ctypes.CDLL, changes: dict, message: str) -> None:
+def test_words_and_flags_that_make_no_sense_are_refused(library: ctypes.CDLL, changes: dict, message: str) -> None:
     params = make_bwd_params(**{"sent_word": SOMEWHERE, "remote_begin": 128} | changes)
     assert library.fm3_sm90_bwd(ctypes.byref(params), None) == INVALID_ARGUMENT
     text = library.fm3_sm90_last_error().decode()

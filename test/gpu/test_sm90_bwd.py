@@ -123,6 +123,29 @@ def test_every_number_of_steps(backend: Sm90Backward, d: int, heads: tuple[int, 
     run_and_check(backend, case, torch.bfloat16)
 
 
+@pytest.mark.parametrize("d", [64, 128, (192, 128), 256], ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (16, 2)], ids=str)
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_a_kept_workspace_s_sums_are_not_cleared_again(
+    backend: Sm90Backward, is_deterministic: bool, heads: tuple[int, int], d: int | tuple[int, int]
+) -> None:
+    """One workspace for calls under several masks, a window (whose parts come in turns) among them."""
+    workspace = None
+    for kind in ("causal", "window", "documents", "window", "full", "causal"):
+        case = wide_case(kind, s=1500, b=2, heads=heads, d=d)
+        inputs, mask = make_inputs(case, torch.bfloat16)
+        lists, grads = backend.build_schedule(mask), backend.empty_gradients(inputs)
+        params = backend.params(inputs, mask, grads, is_deterministic=is_deterministic, lists=lists)
+        if workspace is None:
+            workspace = backend.prepare(params)
+            workspace.fill_(0xA5)
+            params.zero_sums = 1
+        else:
+            params.workspace, params.workspace_bytes, params.zero_sums = workspace.data_ptr(), workspace.numel(), 2
+        backend.run(params)
+        check_backward(case.name, inputs, mask, grads)
+
+
 def test_rooms_of_parts_are_reused(backend: Sm90Backward) -> None:
     """Twelve key heads in parts, rooms for eight."""
     run_and_check(backend, wide_case("causal", s=8192, b=3, heads=(32, 4)), torch.bfloat16)

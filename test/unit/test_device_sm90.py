@@ -124,3 +124,24 @@ def test_workspaces_grow_and_are_kept_by_stream(library: StubLibrary) -> None:
     for stream in (1, 1, 2):
         device.forward(params, stream)
     assert library.calls.count("malloc") == 2 and (params.workspace, params.workspace_bytes) == (4096, 128)
+
+
+def test_sums_of_a_kept_workspace_are_cleared_once(library: StubLibrary) -> None:
+    """Calls of the same sizes on one stream find zeros where the last one left them; after one that failed, or of other
+    sizes, they do not know."""
+    device = Sm90Device(library)  # type: ignore[arg-type]
+
+    def zero_sums(stream: int, **changes: int) -> int:
+        params = BwdParams(mask=MaskView(b=changes.pop("b_mask", 1)), **changes)
+        device.backward(params, stream)
+        return params.zero_sums
+
+    assert [zero_sums(1) for _ in range(3)] == [1, 2, 2]
+    assert zero_sums(2) == 1 and zero_sums(1) == 2
+    for changes in ({"is_deterministic": 1}, {"dtype": 2}, {"b_mask": 3}, {"bwd_schedule": 4096}):
+        assert [zero_sums(1, **changes), zero_sums(1, **changes), zero_sums(1)] == [1, 2, 1]
+    library.failing = "bwd"
+    with pytest.raises(DeviceError):
+        zero_sums(1)
+    library.failing = None
+    assert zero_sums(1) == 1

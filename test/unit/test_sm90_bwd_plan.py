@@ -325,6 +325,10 @@ def test_parts_come_in_turns_where_few_come_in_turns_anyway(library: ctypes.CDLL
     assert not in_order(summary(with_sink, apart_up=62, apart_down=62))
     assert not in_order(causal(8192)) and not in_order(full(8192))
     assert in_order(causal(8192), deterministic=True)
+    # What test/gpu counts on: a window of 300 of 1,500 rows, in the free mode.
+    for heads in ((4, 4), (16, 2)):
+        given, visits = plan_input(heads, 2, 1500), summary(np.full(12, 7), apart_up=11, apart_down=11)
+        assert library.adds_in_order(ctypes.byref(given), ctypes.byref(visits))
 
 
 def test_equal_walks_beyond_l2_begin_in_waves(library: ctypes.CDLL) -> None:

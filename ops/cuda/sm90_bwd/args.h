@@ -43,6 +43,7 @@ struct KernelArgs {
   int32_t max_items;     // room in `items`
   int32_t kv_sum_heads;  // (batch, kv head)s that kv_sums has room for
   int32_t is_deterministic;
+  int32_t leaves_zeros;  // in dq_ring, whoever adds first
   float softmax_scale;
   TileLists lists;     // of the kernel's key tiles
   const int4* bounds;  // [b, h_mask, num_hulls * kHullK] KeyRows
@@ -115,6 +116,7 @@ struct BwdKernel {
   int32_t dq_parts;    // sums a row tile has in the ring
   bool sums_parts;     // whether a group of query heads may be cut, see kv_sum.cuh
   bool packs_rows;     // lse and delta come as RowPieces
+  bool leaves_zeros;   // where it is asked to; else in what it reads
   bool serves_remote;  // keys of other ranks: waits for them, says when their gradients are written
   cudaError_t (*launch)(const KernelArgs& args, int32_t num_ctas, cudaStream_t stream);
 };

@@ -198,7 +198,8 @@ __device__ __forceinline__ void run_dq_converter(const KernelArgs& args, Smem<C>
     fence_proxy_async_all();
     float* const gmem_sum =
         args.dq_ring + static_cast<int64_t>(event.ring_sum_idx) * Sizes<C>::kPartFloats;
-    const bool needs_zeros = !__ldg(&args.plan->is_in_order);
+    const bool leaves_zeros = !C::kSplitsColumns && args.leaves_zeros;
+    const bool needs_zeros = leaves_zeros || !__ldg(&args.plan->is_in_order);
     convert_tiles<C>(args, smem, gmem_sum, event, needs_zeros);
     if (is_leader) args.ring_counts[event.ring_sum_idx] = 0;
     place = claim();  // its answer comes while the stores complete

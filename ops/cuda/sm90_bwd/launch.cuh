@@ -23,8 +23,16 @@ cudaError_t launch(const KernelArgs& args, int32_t num_ctas, cudaStream_t stream
 template <class C>
 constexpr BwdKernel make_kernel(DType dtype) {
   static_assert(has_lists(C::kBlockK), "prepared schedules have lists of kBlockKs (lists.h) only");
-  return {dtype,         C::kDim,          C::kDimV, C::kBlockK, C::kDqParts, !C::kSplitsColumns,
-          C::kPacksRows, kServesRemote<C>, launch<C>};
+  return {dtype,
+          C::kDim,
+          C::kDimV,
+          C::kBlockK,
+          C::kDqParts,
+          !C::kSplitsColumns,
+          C::kPacksRows,
+          !C::kSplitsColumns,
+          kServesRemote<C>,
+          launch<C>};
 }
 
 }  // namespace

@@ -89,6 +89,9 @@ struct BwdParams {
   int64_t ready_timeout_us;
   uint32_t* sent_word;
   int64_t sent_lead_us;
+  // Whether the large sums in `workspace` are zeros (sm90): 0: cleared first; 1: and zeros when the call is done; 2: zeros
+  // already, left by a call with 1 or 2, the same sizes, dtype and mode, and lists prepared or not alike.
+  int32_t zero_sums;
 };
 
 }  // namespace fm3
