@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from gpu_tables import markdown
+from gpu_tables import cut, markdown
 
 Record = dict[str, Any]
 Case = tuple[int, int, str, str]  # ranks, rows a rank, heads, mask
@@ -47,7 +47,7 @@ def step_times(records: Iterable[Record]) -> str:
             *(f"{calls[style]['bwd_ms']:.3g}" if style in calls else "–" for style in ("one", "two")),
             *(f"{lines[name]['total_ms']:.3g}" if name in lines else "–" for name in (*ALL_GATHERS, "ring")),
             *(_ratio(theirs, time_ms) for time_ms in (ours["total_ms"], still) for theirs in (gather, ring)),
-            *(f"{ours[name]:.0f} %" if name in ours else "–" for name in ("comm_hidden_pct", "copies_hidden_pct")),
+            *(f"{cut(ours[name], 0)} %" if name in ours else "–" for name in ("comm_hidden_pct", "copies_hidden_pct")),
             f"{100 * ours['imbalance']:.2f} %",
         ])  # fmt: skip
     header = ["ranks", "rows a rank", "heads", "mask", "backward calls", "fm3", "backward in one call", "in two",
@@ -88,7 +88,7 @@ def late_keys(records: Iterable[Record]) -> str:
             found[one["source"], one["case"], one["heads"]] = one
     rows = [
         [one["case"], one["heads"], one["source"], f"{one['plain_ms']:.4g}", f"{one['copies_ms']:.3g}",
-         f"{one['speed_ready']:.3f}", f"{one['speed_late']:.3f}"]
+         cut(one["speed_ready"], 3), cut(one["speed_late"], 3)]
         for one in found.values()
     ]  # fmt: skip
     header = ["case", "heads", "keys from", "all keys in place, ms", "last copy in, ms", "speed with flags",
@@ -102,7 +102,7 @@ def _three(one: Record) -> str:
 
 
 def _ratio(theirs: float | None, ours: float) -> str:
-    return "–" if theirs is None else f"{theirs / ours:.2f}"
+    return "–" if theirs is None else cut(theirs / ours, 2)
 
 
 def _table(

@@ -88,13 +88,13 @@ def deterministic_cost(of_case: dict[str, Triple]) -> float | None:
     return None if repeatable is None else _ratio({"bwd": repeatable}, of_case["fm3"].get("bwd"), "bwd")
 
 
-def _cut(value: float, digits: int) -> str:
+def cut(value: float, digits: int) -> str:
     """Not rounded: 0.996 is not 1.00."""
     return f"{math.floor(value * 10**digits + 1e-9) / 10**digits:.{digits}f}"
 
 
 def _show(ratio: float | None) -> str:
-    return "–" if ratio is None else _cut(ratio, 2)
+    return "–" if ratio is None else cut(ratio, 2)
 
 
 def geometric_mean(ratios: Sequence[float | None]) -> str:
@@ -103,7 +103,7 @@ def geometric_mean(ratios: Sequence[float | None]) -> str:
     if not known:
         return "–"
     mean = math.exp(sum(map(math.log, known)) / len(known))
-    return _cut(mean, 3) + ("" if len(known) == len(ratios) else f" (of {len(known)})")
+    return cut(mean, 3) + ("" if len(known) == len(ratios) else f" (of {len(known)})")
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
