@@ -377,7 +377,7 @@ class DeviceAttention:
                     self._tell_status(ready, on, self._key_stream)  # the side stream goes ahead of this kernel's end
                 num_called += 1
             while next_batch < len(work.reduce) and work.reduce_after[next_batch] == call_idx:
-                # The last backward's sums have been read by then, so peers' may come.
+                # The last backward's sums have been read by then, those to pass on too, so peers' may come.
                 self._post_reduce(bound, next_batch, side, call, self._own_event if tells else None)
                 next_batch += 1
         for extra in self._extra:
@@ -390,6 +390,8 @@ class DeviceAttention:
                 if ticket.batch.recvs:
                     assert self.transport is not None
                     self.transport.wait(ticket, stream)
+        if any(bound.wire_sums):  # which read what peers have sent; the next backward lets them send again
+            self._fork(side, [stream])
         self._sum_own("dK/dV sums of own rows", bound.own_sums, dk, dv, stream)
 
     def _bwd_ready_rows(self, bound: BoundWork, slot: int) -> ReadyRows | None:

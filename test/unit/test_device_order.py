@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,9 +13,11 @@ from test_device_execute import check, make_inputs
 
 from paddle_fm3.distributed import device_execute
 from paddle_fm3.distributed.device_ipc import IpcTransport
+from paddle_fm3.distributed.device_work import DeviceWork
 from paddle_fm3.distributed.plan import CpPlan
 from paddle_fm3.distributed.planner import PlanOptions, build_plan
 from paddle_fm3.distributed.strategy import Strategy
+from paddle_fm3.distributed.topology import Topology
 from paddle_fm3.mask import builders
 from paddle_fm3.mask.column_mask import ColumnMask
 
@@ -268,3 +270,46 @@ def test_sums_of_a_peer_come_before_the_own_ones_are_written() -> None:
             world.hold()
             world.run()
             check(collect(), inputs, mask)
+
+
+def seen_by(ranges: dict[int, tuple[int, int]]) -> tuple[ColumnMask, CpPlan]:
+    """Of four ranks on two nodes: which ranks [begin, end) see a rank's keys; where nothing is said, it alone."""
+    bounds = np.empty((1, 1, 4 * ROWS, 2), np.int32)
+    for rank in range(4):
+        begin, end = ranges.get(rank, (rank, rank + 1))
+        bounds[:, :, rank * ROWS : (rank + 1) * ROWS] = end * ROWS, begin * ROWS
+    mask = ColumnMask.from_bounds(bounds, is_causal=False, s_q=4 * ROWS)
+    return mask, build_plan(
+        mask, 4, topology=Topology.uniform(4, 2), strategy=ONE_WAY, options=PlanOptions(num_stages=1)
+    )
+
+
+def test_sums_to_pass_on_are_made_before_the_next_ones_come() -> None:
+    """A rank of the second node adds its neighbour's sums for rank 0 to its own, late. The neighbour's next sums, of the
+    next backward, go to the same memory, and a single call fetches what peers have as soon as they have it."""
+    mask, plan = seen_by({0: (0, 4)})
+    works = [DeviceWork.of(plan, plan.rank_plan(rank, mask), bwd_style="one") for rank in range(4)]
+    relay = next(rank for rank in (2, 3) if any(batch.sums for batch in works[rank].reduce))
+    next_mask, next_plan = seen_by({2: (2, 4), 3: (2, 4)})
+    cases = [(mask, plan, inputs_of(mask, 0)), (next_mask, next_plan, inputs_of(next_mask, 1))]
+    with group_of(4) as group:
+
+        def enqueue() -> list[Callable[[], Results]]:
+            return [
+                group.step(its_plan, one, inputs, SCALE, bwd_styles=("one",) * 4) for one, its_plan, inputs in cases
+            ]
+
+        enqueue()  # buffers have their size then
+        group.world.run()
+        collects = enqueue()
+        side = group.ranks[relay].attention._side
+        assert side is not None
+        begin = len(group.world.history)
+        while not (group.world.head(side) == "sum_rows" and len(group.world.history) > begin):
+            assert group.world._step()
+        group.world.hold(side)
+        group.world.run_until_stuck()
+        group.world.hold()
+        group.world.run()
+        for collect, (one, _, inputs) in zip(collects, cases, strict=True):
+            check(collect(), inputs, one)
