@@ -120,6 +120,16 @@ std::string check_forward_tensors(const Params& params, bool is_out_written) {
   return error;
 }
 
+// Whoever waits for keys on their way must be able to give up, and to say so.
+template <typename Params>
+std::string check_ready(const Params& params) {
+  if (params.ready_rows == nullptr) return "";
+  if (params.ready_status != nullptr && params.ready_timeout_us > 0) return "";
+  return join("ready_rows is set with ready_timeout_us=", params.ready_timeout_us,
+              params.ready_status == nullptr ? " and ready_status=nullptr" : "",
+              "; it needs a positive time and a ready_status word");
+}
+
 }  // namespace
 
 std::string check_mask(const MaskView& mask) {
@@ -146,13 +156,8 @@ std::string check_mask(const MaskView& mask) {
 }
 
 std::string check_params(const FwdParams& params) {
-  std::string error = check_forward_tensors(params, true);
-  if (error.empty() && params.ready_rows != nullptr &&
-      (params.ready_status == nullptr || params.ready_timeout_us <= 0)) {
-    error = join("ready_rows is set with ready_timeout_us=", params.ready_timeout_us,
-                 "; it needs a positive time and a ready_status word");
-  }
-  return error;
+  const std::string error = check_forward_tensors(params, true);
+  return error.empty() ? check_ready(params) : error;
 }
 
 std::string check_params(const BwdParams& params) {
@@ -165,6 +170,7 @@ std::string check_params(const BwdParams& params) {
       check_tensor("dq", params.dq, params.stride_dq, b, s_q, h_q, shape.d_qk, true),
       check_tensor("dk", params.dk, params.stride_dk, b, s_k, h_kv, shape.d_qk, true),
       check_tensor("dv", params.dv, params.stride_dv, b, s_k, h_kv, shape.d_v, true),
+      check_ready(params),
   });
 }
 

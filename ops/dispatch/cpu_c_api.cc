@@ -43,7 +43,13 @@ int32_t fm3_cpu_fwd(const fm3::FwdParams* params) {
 }
 
 int32_t fm3_cpu_bwd(const fm3::BwdParams* params) {
-  const std::string error = params == nullptr ? "params is nullptr" : fm3::check_params(*params);
+  std::string error = params == nullptr ? "params is nullptr" : fm3::check_params(*params);
+  // Passed over, either would leave somebody wrong or waiting for ever.
+  if (error.empty() && params->ready_rows != nullptr) {
+    error = "ready_rows is set; the cpu backend takes keys that are all in";
+  } else if (error.empty() && params->sent_word != nullptr) {
+    error = "sent_word is set; the cpu backend sets none: its gradients are written on return";
+  }
   return guarded("fm3_cpu_bwd", error, [&] { fm3::cpu::run_backward(*params); });
 }
 

@@ -262,9 +262,6 @@ std::string check_remote(const BwdParams& params) {
   if (params.sent_lead_us < 0) {
     return "sent_lead_us=" + std::to_string(params.sent_lead_us) + "; expected 0 or more";
   }
-  if (params.ready_rows != nullptr && params.ready_status == nullptr) {
-    return "ready_rows without ready_status";
-  }
   const struct {
     const char* name;
     const void* word;

@@ -62,7 +62,9 @@ BAD_VALUES = [
     ("lse", None, "lse is nullptr; it must hold [b, h_q, s_q]=[2, 4, 5] float32"),
     ("workspace_bytes", -1, "workspace_bytes=-1; must be >= 0"),
 ]
+NO_WAY_TO_GIVE_UP = "ready_rows is set with ready_timeout_us=0 and ready_status=nullptr"
 FORWARD_ONLY = [
+    ("ready_rows", 64, f"{NO_WAY_TO_GIVE_UP}; it needs a positive time and a ready_status word"),
     ("mask.bounds", None, "mask.bounds is nullptr; mask.form=2 needs 2 bounds a key column"),
     ("out", None, "out is nullptr but has 2x5x4x6 elements"),
     ("stride_out.s", 5, "stride_out.s=5 elements; an output's rows of 6 elements would overlap"),
@@ -72,6 +74,8 @@ BACKWARD_ONLY = [
     ("dq", None, "dq is nullptr but has 2x5x4x8 elements"),
     ("stride_dk.h", 0, "stride_dk.h=0 elements; an output's rows of 8 elements would overlap"),
     ("mask.bounds", 64, "mask.bounds is set but mask.form=0 (none) reads no bounds"),
+    ("sent_word", 64, "sent_word is set; the cpu backend sets none: its gradients are written on return"),
+    ("ready_rows", 64, f"{NO_WAY_TO_GIVE_UP}; it needs a positive time and a ready_status word"),
 ]
 
 
@@ -103,6 +107,16 @@ def test_backward_refuses(path, value, message):
         native_call.check(cpu_library().fm3_cpu_bwd(ctypes.byref(params)))
     assert caught.value.status == INVALID
     assert caught.value.message == f"fm3_cpu_bwd: {message}"
+    del keep_alive
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_keys_on_their_way_are_refused(direction):
+    params, keep_alive = _forward_params() if direction == "fwd" else _backward_params()
+    params.ready_rows, params.ready_status, params.ready_timeout_us = 64, 64, 1
+    with pytest.raises(NativeError) as caught:
+        native_call.check(getattr(cpu_library(), f"fm3_cpu_{direction}")(ctypes.byref(params)))
+    assert caught.value.message == f"fm3_cpu_{direction}: ready_rows is set; the cpu backend takes keys that are all in"
     del keep_alive
 
 

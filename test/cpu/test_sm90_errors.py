@@ -146,6 +146,9 @@ def test_a_schedule_of_another_mask_is_refused(library: ctypes.CDLL, changes: di
         assert "the call's has b=1, h_mask=1, s_q=256, s_k=256, form=1, is_causal=1, bounds=0x100000" in text, text
 
 
+WAITS = {"ready_rows": SOMEWHERE, "ready_status": SOMEWHERE, "ready_timeout_us": 9}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -153,11 +156,16 @@ def test_a_schedule_of_another_mask_is_refused(library: ctypes.CDLL, changes: di
         ({"remote_begin": 257}, "remote_begin=257; expected 0 to s_k=256"),
         ({"sent_lead_us": -5}, "sent_lead_us=-5; expected 0 or more"),
         ({"zero_sums": 3}, "zero_sums=3; expected 0, 1 or 2"),
-        ({"ready_rows": SOMEWHERE, "sent_word": None}, "ready_rows without ready_status"),
+        ({"zero_sums": -1, "sent_word": None}, "zero_sums=-1; expected 0, 1 or 2"),
         (
-            {"ready_rows": SOMEWHERE + 1, "ready_status": SOMEWHERE},
-            "ready_rows=0x100001; expected a multiple of 4 bytes",
+            {"ready_rows": SOMEWHERE, "ready_timeout_us": 9, "sent_word": None},
+            "ready_rows is set with ready_timeout_us=9 and ready_status=nullptr; it needs a positive time and a",
         ),
+        (WAITS | {"ready_timeout_us": 0}, "ready_rows is set with ready_timeout_us=0; it needs a positive time"),
+        (WAITS | {"ready_timeout_us": -7, "sent_word": None}, "ready_rows is set with ready_timeout_us=-7; it needs"),
+        (WAITS | {"ready_rows": SOMEWHERE + 1}, "ready_rows=0x100001; expected a multiple of 4 bytes"),
+        (WAITS | {"ready_status": SOMEWHERE + 3}, "ready_status=0x100003; expected a multiple of 4 bytes"),
+        (WAITS | {"remote_begin": 257, "sent_word": None}, "remote_begin=257; expected 0 to s_k=256"),
         ({"sent_word": SOMEWHERE + 2}, "sent_word=0x100002; expected a multiple of 4 bytes"),
     ],
     ids=str,
@@ -170,7 +178,7 @@ def test_words_and_flags_that_make_no_sense_are_refused(library: ctypes.CDLL, ch
 
 
 def test_keys_on_their_way_need_a_kernel_that_waits(library: ctypes.CDLL) -> None:
-    params = make_bwd_params(d_qk=192, d_v=128, ready_rows=SOMEWHERE, ready_status=SOMEWHERE, remote_begin=128)
+    params = make_bwd_params(d_qk=192, d_v=128, remote_begin=128, **WAITS)
     assert library.fm3_sm90_bwd(ctypes.byref(params), None) == UNSUPPORTED
     text = library.fm3_sm90_last_error().decode()
     assert "d_qk=192, d_v=128 with ready_rows; sm90 serves keys on their way at head dims up to 128" in text

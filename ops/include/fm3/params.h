@@ -76,12 +76,14 @@ struct BwdParams {
   void* keys_ready;  // sm90: cudaEvent_t before which k and v are not read, or nullptr; passes over
                      // the other tensors run before it
   const BwdSchedule* bwd_schedule;  // sm90: prepared for `mask`; nullptr: then it is built
-  // Keys of other ranks (sm90 only): rows [remote_begin, s_k) of k, v, dk and dv.
+  // Keys of other ranks (sm90; the cpu backend refuses both words): rows [remote_begin, s_k) of k, v, dk and dv, if
+  // ready_rows or sent_word is set.
   // They may be on their way: ready_rows, ready_status and ready_timeout_us as in FwdParams; head dims up to 128. Own
   // keys come first, where the mode lets them.
   // Their gradients may be wanted early: *sent_word becomes sent_value once they are written, so that who waits for it
   // (a stream, by cuStreamWaitValue32) reads them while the kernel goes on; at the call's end at the latest. Own keys
-  // are left behind them for sent_lead_us, where the mode lets them. nullptr: nobody waits.
+  // are left behind them for sent_lead_us, where the mode lets them. nullptr: nobody waits. A call that returns an error
+  // sets no word.
   int32_t remote_begin;
   uint32_t sent_value;
   const uint32_t* ready_rows;
