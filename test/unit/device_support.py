@@ -107,12 +107,13 @@ class Group:
 
     def step(
         self, plan: CpPlan, mask: ColumnMask, inputs: dict[str, np.ndarray], scale: float, *,
-        has_backward: bool = True, bwd_styles: tuple[str, ...] | None = None, **options: Any,
+        has_backward: bool = True, bwd_styles: tuple[str, ...] | None = None, num_backwards: int = 1, **options: Any,
     ) -> Any:  # fmt: skip
         """Enqueues forward and backward on all ranks; call the result after `world.run()` to get `Results`.
 
         Args:
             bwd_styles: by rank.
+            num_backwards: of the one forward, one after another, as if a graph were kept.
             inputs: float16 q, k, v, dout [b, s, h, d] and float32 dlse [b, h, s] or None, in global order.
         """
         styles = bwd_styles or ("plan",) * self.num_ranks
@@ -146,7 +147,9 @@ class Group:
             one.attention.forward(prepared[rank], heads, q, k, v, out, lse, scale, one.stream)
             if not has_backward:
                 return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
-            one.attention.backward(prepared[rank], heads, q, k, v, out, lse, dout, dlse, dq, dk, dv, scale, one.stream)
+            grads = (dq, dk, dv)
+            for _ in range(num_backwards):
+                one.attention.backward(prepared[rank], heads, q, k, v, out, lse, dout, dlse, *grads, scale, one.stream)
             return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
         outputs = on_ranks(self.num_ranks, enqueue)

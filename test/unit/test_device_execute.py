@@ -153,6 +153,42 @@ def test_ranks_may_group_their_backward_calls_differently(strategy: str) -> None
         DeviceWork.of(plan, plan.rank_plan(0, mask), bwd_style="three")
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_single_calls_of_ranks_of_few_rows(seed: int) -> None:
+    """One to 64 rows a rank or none; masks that hide all received keys, or everything; calls that begin with own keys and
+    tell, beside others; a recomputed forward, or two backwards of one."""
+    rng = np.random.default_rng(seed)
+    num_ranks = int(rng.integers(2, 5))
+    topology = Topology.uniform(num_ranks, 2) if num_ranks == 4 and rng.random() < 0.5 else None
+    group = Group(num_ranks, seed, forward_mode=("rows", "whole", "steps", None)[seed % 4], timeout_s=20.0)
+    try:
+        cases = []
+        for _ in range(4):
+            s = int(rng.integers(num_ranks, num_ranks * int(rng.choice((4, 64)))))
+            mask = random_mask(rng, s)
+            if rng.random() < 0.2:
+                bounds = np.zeros((1, 1, s, 1), np.int32)
+                bounds[..., : s // 2, :] = rng.integers(0, s)  # nobody sees the second half
+                mask = ColumnMask.from_bounds(bounds, is_causal=True, s_q=s)
+            capacities = tuple(rng.multinomial(-(-s // 4) + 3, np.full(num_ranks, 1 / num_ranks)).tolist())
+            plan = build_plan(
+                mask, num_ranks, topology=topology, strategy=str(rng.choice(["fm3", "fm3_no_pruning", "fm3_no_overlap"])),
+                options=PlanOptions(chunk_rows=4, num_stages=int(rng.integers(1, 4)), capacities=capacities),
+            )  # fmt: skip
+            styles = tuple(rng.choice(["one", "one", "two", "plan"], num_ranks).tolist())
+            inputs = make_inputs(rng, 1, s, 2, 1, 8, 8)
+            if rng.random() < 0.5:
+                group.step(plan, mask, inputs, 8**-0.5, has_backward=False)
+            num_backwards = int(rng.integers(1, 3))
+            collect = group.step(plan, mask, inputs, 8**-0.5, bwd_styles=styles, num_backwards=num_backwards)
+            cases.append((collect, inputs, mask))
+        group.world.run()
+        for collect, inputs, mask in cases:
+            check(collect(), inputs, mask)
+    finally:
+        group.close()
+
+
 @pytest.mark.parametrize(("mode", "num_schedules"), [("rows", 1), ("whole", 1), ("steps", 3)])
 def test_a_mask_is_taken_to_the_device_once_and_given_back(
     mode: str, num_schedules: int, monkeypatch: pytest.MonkeyPatch
