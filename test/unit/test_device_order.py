@@ -13,6 +13,7 @@ from test_device_execute import check, make_inputs
 
 from paddle_fm3.distributed import device_execute
 from paddle_fm3.distributed.device_ipc import IpcTransport
+from paddle_fm3.distributed.device_transport import TransportError
 from paddle_fm3.distributed.device_work import DeviceWork
 from paddle_fm3.distributed.plan import CpPlan
 from paddle_fm3.distributed.planner import PlanOptions, build_plan
@@ -313,3 +314,37 @@ def test_sums_to_pass_on_are_made_before_the_next_ones_come() -> None:
         group.world.run()
         for collect, (one, _, inputs) in zip(collects, cases, strict=True):
             check(collect(), inputs, one)
+
+
+@pytest.mark.parametrize("mode", ["rows", "whole"])
+@pytest.mark.parametrize(("what", "number"), [("pack", 2), ("backward", 0), ("wait_word", None), ("sum_rows", 0)])
+def test_an_error_in_a_backward_ends_it_on_all_ranks(
+    what: str, number: int | None, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever rank 0 stops enqueueing: before its rows are ready, before its kernel, between kernel and the wait for its
+    word, at its last sums. Once it has told the others, every stream runs to its end."""
+    mask = builders.causal(2 * ROWS)
+    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=1))
+    with group_of(2, forward_mode=mode) as group:
+        group.step(plan, mask, inputs_of(mask, 0), SCALE, bwd_styles=("one", "one"))
+        group.world.run()
+        device, side = group.ranks[0].device, group.ranks[0].attention._side
+        original, calls = getattr(device, what), [0]
+
+        def failing(*arguments: object) -> None:
+            calls[0] += 1
+            if (arguments[0] == side) if number is None else (calls[0] == number + 1):
+                raise RuntimeError("out of luck")
+            original(*arguments)
+
+        monkeypatch.setattr(device, what, failing)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            group.step(plan, mask, inputs_of(mask, 1), SCALE, bwd_styles=("one", "one"))
+        group.world.run_until_stuck()
+        assert bool(group.world.head(group.ranks[1].stream)) == (what != "sum_rows")  # which others need not wait for
+        transports = [rank.transport for rank in group.ranks if rank.transport is not None]
+        transports[0].fail("out of luck")
+        for transport in transports:
+            with pytest.raises(TransportError, match="rank 0 of 2 stopped: out of luck"):
+                transport.check()
+        group.world.run()
