@@ -43,7 +43,7 @@ from paddle_fm3.env import GPU_FORWARDS
 
 __all__ = ["DeviceAttention", "Heads", "PreparedWork"]
 _MAX_BOUND = 64  # masks times sizes that are kept filled in
-# Words of this executor, in bytes: how many rows are in, one a slot; what a forward says that gives up; what a backward
+# Words of this executor, in bytes: how many rows are in, one a slot; what a kernel says that gives up; what a backward
 # says when its received rows are done.
 _READY_WORDS, _STATUS_WORD, _SENT_WORD = (0, 256), 128, 384
 _TELL_US = 5  # until a peer's copy begins after a backward has said so, less what sums of own rows take
@@ -258,7 +258,7 @@ class DeviceAttention:
         transport = self.transport
         if transport is None or self.mode_of(work) != "rows":
             return None
-        # One status for both slots: what a forward has written, none after it takes back.
+        # One status for both slots: what a kernel has written, none after it takes back.
         return ReadyRows(self._words + _READY_WORDS[slot], self._words + _STATUS_WORD, self._timeout_us)
 
     def _tell_status(self, ready: ReadyRows, stream: int, maybe_side: int | None) -> None:
