@@ -304,6 +304,11 @@ class FakeDevice:
         if params.bwd_schedule is not None:  # as the library refuses it
             made_for = BwdSchedule.from_address(params.bwd_schedule).mask
             assert bytes(made_for) == bytes(params.mask), f"schedule of {made_for}, call with {params.mask}"
+        if params.ready_rows is not None or params.sent_word is not None:
+            assert 0 <= params.remote_begin <= params.shape.s_k, f"{params.remote_begin=} of {params.shape.s_k} keys"
+            assert params.sent_lead_us >= 0, f"{params.sent_lead_us=}"
+        if params.ready_rows is not None:
+            assert params.ready_status is not None and params.ready_timeout_us > 0, f"{params.ready_timeout_us=}"
         self.world.enqueue(stream, "backward, first passes", lambda: None)
         if params.keys_ready is not None:
             self.world.wait(params.keys_ready, stream)
