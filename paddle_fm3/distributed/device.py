@@ -307,6 +307,7 @@ class Sm90Device:
         if size < needed:
             # NOTE: freeing waits for the device; it happens when a larger call than ever before comes.
             if address:
+                del self._workspaces[direction, stream]  # there may be no room for the larger one
                 self.free(address)
             address, size = self.malloc(needed), needed
             self._workspaces[direction, stream] = address, size

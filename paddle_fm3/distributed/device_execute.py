@@ -563,6 +563,7 @@ class DeviceAttention:
         if held < count * size:
             # NOTE: freeing waits for the device; it happens when a larger call than ever before comes.
             if address:
+                del self._scratch[name]  # there may be no room for the larger one
                 self.device.free(address)
             address, held = self.device.malloc(count * size), count * size
             self._scratch[name] = address, held

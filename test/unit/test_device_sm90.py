@@ -22,6 +22,7 @@ class StubLibrary:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.status = 0
+        self.num_bytes = 128  # of any workspace and schedule
         self.failing: str | None = None  # the one function that returns 1
         self._functions: dict[str, Any] = {}
         self.declared: dict[str, Any] = {}
@@ -38,7 +39,7 @@ class StubLibrary:
             if name.endswith("is_done"):
                 arguments[-1][0] = 1
             if name.endswith("bytes"):
-                return 128
+                return self.num_bytes
             return 1 if name == f"fm3_sm90_{self.failing}" else self.status
 
         if name.endswith("last_error"):
@@ -124,6 +125,23 @@ def test_workspaces_grow_and_are_kept_by_stream(library: StubLibrary) -> None:
     for stream in (1, 1, 2):
         device.forward(params, stream)
     assert library.calls.count("malloc") == 2 and (params.workspace, params.workspace_bytes) == (4096, 128)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_workspace_that_cannot_grow_is_forgotten(library: StubLibrary, direction: str) -> None:
+    """It is given back before a larger one is asked for: a smaller call afterwards must not use it."""
+    device = Sm90Device(library)  # type: ignore[arg-type]
+    params = FwdParams() if direction == "forward" else BwdParams()
+    call = getattr(device, direction)
+    call(params, 1)
+    library.failing, library.num_bytes = "malloc", 1000
+    with pytest.raises(DeviceError):
+        call(params, 1)
+    library.failing, library.num_bytes = None, 128
+    before = library.calls.count("malloc")
+    call(params, 1)
+    assert library.calls.count("malloc") == before + 1 and library.calls.count("free") == 1
+    assert params.workspace == 4096
 
 
 def test_sums_of_a_kept_workspace_are_cleared_once(library: StubLibrary) -> None:
