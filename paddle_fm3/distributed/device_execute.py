@@ -464,13 +464,16 @@ class DeviceAttention:
         needed = needed_bytes(prepared.work, heads)
         if any(self._sizes.get(name, 0) < size for name, size in needed.items()):
             grown = {name: max(self._sizes.get(name, 0), size) for name, size in needed.items()}
+            # Forgotten first: there may be no room for larger ones.
+            old, self._buffers, self._sizes, self._bound = self._buffers, {}, {}, {}
             if self.transport is not None:
                 self._buffers = self.transport.register(grown)
             else:
-                for address in self._buffers.values():
+                for address in old.values():
                     self.device.free(address)
-                self._buffers = {name: self.device.malloc(size) for name, size in grown.items()}
-            self._sizes, self._bound = grown, {}
+                for name, size in grown.items():
+                    self._buffers[name] = self.device.malloc(size)
+            self._sizes = grown
             self._slot_tickets, self._reduce_tickets = [[] for _ in range(NUM_SLOTS)], []
         if len(self._bound) >= _MAX_BOUND:
             self._bound = {}

@@ -223,6 +223,34 @@ def test_one_rank_needs_no_transport() -> None:
     check(collect(), inputs, mask)
 
 
+def test_buffers_that_cannot_grow_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are given back before larger ones are asked for: a smaller step afterwards must not use them."""
+    group = Group(1, 0)
+    device, attention = group.ranks[0].device, group.ranks[0].attention
+    masks = [builders.causal(s) for s in (64, 128, 64)]
+    inputs = [make_inputs(np.random.default_rng(s), 1, mask.s_q, 2, 1, 8, 8) for s, mask in enumerate(masks)]
+    plans = [build_plan(mask, 1) for mask in masks]
+    freed: list[int] = []
+    monkeypatch.setattr(device, "free", freed.append)
+    group.step(plans[0], masks[0], inputs[0], 8**-0.5)
+    group.world.run()
+    malloc, old = device.malloc, set(attention._buffers.values())
+
+    def failing(size: int) -> int:
+        if old <= set(freed) and attention._buffers:  # the second of the new ones, at the latest
+            raise MemoryError("no room")
+        return malloc(size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "malloc", failing)
+        with pytest.raises(MemoryError, match="no room"):
+            group.step(plans[1], masks[1], inputs[1], 8**-0.5)
+    collect = group.step(plans[2], masks[2], inputs[2], 8**-0.5)
+    assert not set(attention._buffers.values()) & set(freed)
+    group.world.run()
+    check(collect(), inputs[2], masks[2])
+
+
 def test_wrong_tensors_and_options_are_refused() -> None:
     mask = builders.causal(64)
     plan = build_plan(mask, 1)
