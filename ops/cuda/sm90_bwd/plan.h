@@ -123,7 +123,8 @@ FM3_HOST_DEVICE int32_t wave_end(int32_t work_idx, int32_t num_items, int32_t wa
 // Claim:      those parts come from items that were claimed earlier: the `rank` key tiles before it.
 // Because:    where every key tile visits every row tile, parts are added in the order of ranks.
 // Breaks if:  it is asked for a mask of which a tile leaves a row out: the sum may never have so many parts.
-// Tested by:  test/unit/test_sm90_bwd_plan.py, test_rows_beyond_l2 of test/gpu/test_sm90_contract.py
+// Tested by:  test/unit/test_sm90_bwd_plan.py, test_sm90_bwd_waves.py; test_rows_beyond_l2 of
+//             test/gpu/test_sm90_contract.py
 constexpr int32_t kWaveTurns = 3;  // row tiles a multiprocessor; turns alone take kTurnSteps
 FM3_HOST_DEVICE int32_t wave_start_parts(const PlanInput& in, const VisitSummary& visits,
                                          int32_t work_idx, int32_t rank, int32_t wave_items) {

@@ -7,7 +7,7 @@
 //             and who counts the last one sets the word: releases and acquires in one chain.
 // Breaks if:  a path of a consumer writes gradients and does not count, or counts twice: then the word never comes,
 //             or too soon.
-// Tested by:  test/gpu/test_sm90_bwd_sent.py
+// Tested by:  test/gpu/test_sm90_bwd_remote.py
 #pragma once
 
 #include "dq.cuh"
