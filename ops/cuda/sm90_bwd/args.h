@@ -72,9 +72,8 @@ struct KernelArgs {
   const uint32_t* ready_rows;  // as in BwdParams; nullptr: all are in
   uint32_t* ready_status;
   uint32_t ready_polls;
-  // See sent.cuh.
-  float
-      lead_steps;  // what is to be left behind them, in steps of a multiprocessor; < 0: nobody waits
+  // See sent.cuh. What is to be left behind them, in steps of a multiprocessor; < 0: nobody waits.
+  float lead_steps;
   int32_t sent_warps;   // that write their gradients
   int32_t* sent_count;  // that have; zero at first
   uint32_t* sent_word;

@@ -131,6 +131,16 @@ __device__ __forceinline__ void store_zeros(const volatile TileInfo& tile, int32
   }
 }
 
+// To both, of a tile that no row sees.
+template <class C>
+__device__ __forceinline__ void store_zero_gradients(const KernelArgs& args, const TileInfo& tile,
+                                                     int32_t group_idx) {
+  using T = typename C::T;
+  const int32_t k_begin = tile.k_tile_idx * C::kBlockK + group_idx * 64;
+  store_zeros<T>(tile, k_begin, args.dv, args.stride_dv, args.shape.s_k, args.shape.d_v);
+  store_zeros<T>(tile, k_begin, args.dk, args.stride_dk, args.shape.s_k, args.shape.d_qk);
+}
+
 // D[64, rows] = 64 times the row of what the RowPieces of the query rows add up to; `ones` picks the three.
 template <int kCount>
 __device__ __forceinline__ void start_from(float (&d)[kCount], const uint32_t (&ones)[4],
@@ -289,9 +299,7 @@ __device__ __forceinline__ void run_consumer(const KernelArgs& args, Smem<C>& sm
 
     const TileInfo& tile = smem.tile[tile_pos.slot()];
     if (num_steps == 0 && tile.kv_sum_idx < 0) {
-      const int32_t k_begin = tile.k_tile_idx * C::kBlockK + group_idx * 64;
-      store_zeros<T>(tile, k_begin, args.dv, args.stride_dv, args.shape.s_k, args.shape.d_v);
-      store_zeros<T>(tile, k_begin, args.dk, args.stride_dk, args.shape.s_k, args.shape.d_qk);
+      store_zero_gradients<C>(args, tile, group_idx);
       if (is_sent(args, tile)) count_sent_warp(args, is_leader);
       __syncwarp();
       if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.tile_empty[tile_pos.slot()]);

@@ -60,9 +60,7 @@ __device__ __forceinline__ void run_tall_consumer(const KernelArgs& args, Smem<C
 
     const TileInfo& tile = smem.tile[tile_pos.slot()];
     if (num_steps == 0 && tile.kv_sum_idx < 0) {
-      const int32_t k_begin = tile.k_tile_idx * C::kBlockK + group() * 64;
-      store_zeros<T>(tile, k_begin, args.dv, args.stride_dv, args.shape.s_k, args.shape.d_v);
-      store_zeros<T>(tile, k_begin, args.dk, args.stride_dk, args.shape.s_k, args.shape.d_qk);
+      store_zero_gradients<C>(args, tile, group());
       __syncwarp();
       if (arrives()) ptx::mbar_arrive(&smem.tile_empty[tile_pos.slot()]);
       continue;

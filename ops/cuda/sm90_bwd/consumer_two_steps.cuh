@@ -153,9 +153,7 @@ __device__ __forceinline__ void run_two_step_consumer(const KernelArgs& args, Sm
 
     const TileInfo& tile = smem.tile[tile_pos.slot()];
     if (num_steps == 0 && tile.kv_sum_idx < 0) {
-      const int32_t k_begin = tile.k_tile_idx * C::kBlockK + group_idx * 64;
-      store_zeros<T>(tile, k_begin, args.dv, args.stride_dv, args.shape.s_k, args.shape.d_v);
-      store_zeros<T>(tile, k_begin, args.dk, args.stride_dk, args.shape.s_k, args.shape.d_qk);
+      store_zero_gradients<C>(args, tile, group_idx);
       if (is_sent(args, tile)) count_sent_warp(args, is_leader);
       __syncwarp();
       ptx::mbar_arrive_if(arrives, &smem.tile_empty[tile_pos.slot()]);
