@@ -394,20 +394,24 @@ class DeviceAttention:
             self._fork(side, [stream])
         self._sum_own("dK/dV sums of own rows", bound.own_sums, dk, dv, stream)
 
+    @staticmethod
+    def _is_single(bound: BoundWork, slot: int) -> bool:
+        """Whether one backward call takes all of the rank's keys."""
+        return len(bound.backward[slot]) == 1 and bound.backward[slot][0] is not None
+
     def _bwd_ready_rows(self, bound: BoundWork, slot: int) -> ReadyRows | None:
         """Where a single backward call sees which rows are in, if its kernel is to wait for them itself."""
         work, heads = bound.prepared.work, bound.heads
-        is_single = len(bound.backward[slot]) == 1 and bound.backward[slot][0] is not None
         in_order = list(work.bwd_gather) == sorted(work.bwd_gather)  # the word counts rows from the first one on
         can_wait = max(heads.d_qk, heads.d_v) <= MAX_WAITING_DIM and work.num_own > 0 and self._key_stream is not None
-        return self._ready_rows(work, slot) if is_single and in_order and can_wait else None
+        return self._ready_rows(work, slot) if self._is_single(bound, slot) and in_order and can_wait else None
 
     def _tells(self, bound: BoundWork, slot: int) -> bool:
         """Whether the backward says when its received rows are done, so that these leave while it goes on."""
         work = bound.prepared.work
-        is_single = len(bound.backward[slot]) == 1 and bound.backward[slot][0] is not None
         has_sends = any(batch.sends for batch in bound.reduce)
-        return is_single and has_sends and self._side is not None and work.is_overlapped and work.num_own > 0
+        can_tell = self._side is not None and work.is_overlapped and work.num_own > 0
+        return self._is_single(bound, slot) and has_sends and can_tell
 
     def _lead_us(self, bound: BoundWork) -> int:
         """How long before its end a backward should have done its received rows: until all have arrived."""

@@ -150,8 +150,9 @@ class DqWriter {
     fence_proxy_async_all();
   }
 
-  // In order: see wave_start_parts. Else: until every item of the wave is claimed (a few steps before the end of what that CTA has). The products stop for it
-  // after two steps. Not for ever: nothing depends on it, and a CTA that is not running would claim none.
+  // In order: see wave_start_parts. Else: until every item of the wave is claimed (a few steps before the end of what that
+  // CTA has). The products stop for it after two steps. Not for ever: nothing depends on it, and a CTA that is not running
+  // would claim none.
   __device__ __forceinline__ void wait_for_wave(const volatile TileInfo& tile) const {
     const auto num_claimed = static_cast<int32_t>(tile.flags >> kItemWaveShift);
     if (tile.flags & kItemInOrder) {
