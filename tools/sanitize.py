@@ -9,7 +9,8 @@
     tools/sanitize.py --control                  whether racecheck understands what the kernels synchronise with
 
 It does not where one lane arrives at an mbarrier for its warp. For racecheck build the library with
--DCMAKE_CUDA_FLAGS=-DFM3_ALL_LANES_ARRIVE (ops/cuda/ptx.cuh), into a folder that FM3_LIB_DIR names.
+-DCMAKE_CUDA_FLAGS=-DFM3_ALL_LANES_ARRIVE (ops/cuda/ptx.cuh), into a folder that FM3_LIB_DIR names. Masks as small
+as these have short key tiles in the backward if -DFM3_CUT_ALL_SIZES is there, for CUDA and C++.
 
 Needs a Hopper GPU, libfm3_sm90.so, NumPy, ml_dtypes and compute-sanitizer; no framework. Outputs are compared with
 the fp64 oracle too. The exit status is 1 if a tool found something, a result was wrong or a run did not end.
@@ -45,9 +46,11 @@ HEADS = {
 }
 KERNELS = tuple(f"{head}_{dtype}" for head in HEADS for dtype in ("bf16", "fp16"))
 NO_BACKWARD = ("d96_bf16", "d96_fp16")  # the backward serves 96 by its 128 kernel
-# Partial and full steps, hidden rows, grouped queries, s_q != s_k, block_mask, warps that rescale at different steps.
+# Partial and full steps, short key tiles, hidden rows, grouped queries, s_q != s_k, block_mask, warps that rescale at
+# different steps.
 CASES = (
-    "documents_mixed", "causal_more_keys", "random_nc4_385x257_h4_2_hm2_d128_block_mask", "rows_split_by_keys",
+    "documents_mixed", "documents_short_tile", "causal_more_keys", "random_nc4_385x257_h4_2_hm2_d128_block_mask",
+    "rows_split_by_keys",
 )  # fmt: skip
 
 

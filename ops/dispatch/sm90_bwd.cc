@@ -58,7 +58,7 @@ std::string check_lists(const MaskView& mask, int32_t block_k) {
   const int64_t num_masks = int64_t{mask.b} * mask.h_mask;
   if (num_masks > kMost || mask.b > kMost) return at_most("b * h_mask", num_masks, kMost);
   if (div_up(mask.s_q, kBlockQ) > kMost) return at_most("s_q", mask.s_q, kMost * kBlockQ);
-  if (div_up(mask.s_k, block_k) > kMost) return at_most("s_k", mask.s_k, kMost * block_k);
+  if (max_k_tiles(mask, block_k) > kMost) return at_most("s_k", mask.s_k, kMost * block_k);
   return "";
 }
 
@@ -76,7 +76,7 @@ std::string check_served(const BwdParams& params) {
   }
   const BwdKernel* kernel = find_kernel(params);
   if (kernel == nullptr) return dims + "; sm90 serves head dims up to 256" + elsewhere;
-  const int64_t num_k_tiles = div_up(shape.s_k, kernel->block_k);
+  const int64_t num_k_tiles = max_k_tiles(params.mask, kernel->block_k);
   std::string error = check_mask_served(params.mask);
   if (error.empty()) error = check_lists(params.mask, kernel->block_k);
   if (!error.empty()) return error + elsewhere;
@@ -84,7 +84,7 @@ std::string check_served(const BwdParams& params) {
     return dims + " with ready_rows; sm90 serves keys on their way at head dims up to 128";
   }
   if (num_k_tiles * shape.b * shape.h_q > INT32_MAX / 2) {
-    return "b * h_q * ceil(s_k / " + std::to_string(kernel->block_k) +
+    return "b * h_q * (key tiles of " + std::to_string(kernel->block_k) +
            ")=" + std::to_string(num_k_tiles * shape.b * shape.h_q) +
            "; sm90 serves fewer than 2^30";
   }
@@ -143,18 +143,17 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   const Shape& shape = params.shape;
   const int64_t num_masks = int64_t{params.mask.b} * params.mask.h_mask;
   const int64_t num_q_tiles = div_up(shape.s_q, kBlockQ);
-  const int64_t num_k_tiles = div_up(shape.s_k, kernel.block_k);
+  const int64_t num_k_tiles = max_k_tiles(params.mask, kernel.block_k);
   const PlanInput plan_in = plan_input(params, kernel);
   const int64_t ring_tiles = plan_in.ring_heads * num_q_tiles;
   const int64_t kv_tile_floats = int64_t{kernel.block_k} * (kernel.dim_qk + kernel.dim_v);
-  const int64_t kv_sum_tiles = kv_sum_heads(plan_in, kv_tile_floats * 4) * num_k_tiles;
-  const int64_t num_items =
-      int64_t{shape.b} * num_k_tiles * (plan_in.can_cut ? shape.h_q : shape.h_kv);
+  // Room for any mask's tiles: zeros that a call leaves lie where those of another mask are looked for.
+  const int64_t most_tiles = most_k_tiles(shape.s_k, kernel.block_k);
+  const int64_t num_kv_sum_heads = kv_sum_heads(plan_in, kv_tile_floats * 4);
+  const int64_t kv_sum_tiles = num_kv_sum_heads * most_tiles;
+  const int64_t tile_heads = int64_t{shape.b} * (plan_in.can_cut ? shape.h_q : shape.h_kv);
   const int64_t num_rows = int64_t{shape.b} * shape.h_q * num_q_tiles * kBlockQ;
-  const int64_t lists_bytes = params.bwd_schedule != nullptr
-                                  ? 0
-                                  : lists_layout(params.mask, &kernel.block_k, 1, base, lists);
-  int64_t offset = lists_bytes;
+  int64_t offset = 0;
   const auto take = [&](auto** pointer, int64_t count) {
     using Element = std::remove_reference_t<decltype(**pointer)>;
     *pointer = reinterpret_cast<Element*>(base + offset);
@@ -166,7 +165,7 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   };
   take(&args->walks, num_masks);
   take(&args->plan, 1);
-  take(&args->items, num_items);
+  take(&args->items, tile_heads * most_tiles);
   const int64_t row_bytes = num_rows * (kernel.packs_rows ? sizeof(RowPieces) : sizeof(float));
   take_bytes(&args->lse, row_bytes);
   take_bytes(&args->minus_delta, row_bytes);
@@ -189,12 +188,16 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   const bool are_zeros = params.zero_sums == 2 && kernel.leaves_zeros;
   in->zeroed_bytes = (are_zeros ? sums_begin : offset) - zeroed_begin;
   args->plan_input = plan_in;
-  args->max_items = static_cast<int32_t>(num_items);
-  args->kv_sum_heads = static_cast<int32_t>(kv_sum_tiles / num_k_tiles);
+  args->max_items = static_cast<int32_t>(tile_heads * num_k_tiles);
+  args->kv_sum_heads = static_cast<int32_t>(num_kv_sum_heads);
   args->num_q_tiles = static_cast<int32_t>(num_q_tiles);
   args->num_k_tiles = static_cast<int32_t>(num_k_tiles);
   in->dq_parts = kernel.dq_parts;
   in->packs_rows = kernel.packs_rows;
+  // Behind what is kept: their size depends on the mask.
+  if (params.bwd_schedule == nullptr) {
+    offset += lists_layout(params.mask, &kernel.block_k, 1, base + offset, lists);
+  }
   return offset;
 }
 
@@ -281,24 +284,20 @@ std::string check_remote(const BwdParams& params) {
 bool set_remote(const BwdParams& params, const BwdKernel& kernel, KernelArgs* args) {
   // Of a step at head dims 128, on an H200 at the clock that its power allows.
   constexpr float kStepUs = 2.2f;
-  const int32_t remote_k_tile = params.remote_begin / kernel.block_k;
-  const int32_t remote_tiles = args->num_k_tiles - remote_k_tile;
-  const int64_t sent_warps = int64_t{8} * remote_tiles * params.shape.b * params.shape.h_kv;
-  const bool is_told = params.sent_word != nullptr && sent_warps <= INT32_MAX;
-  args->remote_k_tile = INT32_MAX;
+  const int64_t most_warps = int64_t{8} * args->num_k_tiles * params.shape.b * params.shape.h_kv;
+  const bool is_told = params.sent_word != nullptr && most_warps <= INT32_MAX;
+  args->remote_begin = INT32_MAX;
   args->lead_steps = -1;
   if (!kernel.serves_remote || params.remote_begin == params.shape.s_k ||
       (!is_told && params.ready_rows == nullptr)) {
     return false;
   }
-  args->remote_k_tile = remote_k_tile;
-  args->remote_tiles = remote_tiles;
+  args->remote_begin = params.remote_begin;
   args->ready_rows = params.ready_rows;
   args->ready_status = params.ready_status;
   args->ready_polls = static_cast<uint32_t>(std::min<int64_t>(params.ready_timeout_us, INT32_MAX));
   if (!is_told) return false;
   args->lead_steps = 256.f * params.sent_lead_us / (kStepUs * (kernel.dim_qk + kernel.dim_v));
-  args->sent_warps = static_cast<int32_t>(sent_warps);
   args->sent_word = params.sent_word;
   args->sent_value = params.sent_value;
   return true;
@@ -382,8 +381,8 @@ int32_t run(const BwdParams& params, cudaStream_t stream) {
   for (int32_t idx = 0; idx < lists.num_tile_lists; ++idx) {
     if (lists.tiles[idx].block_k == kernel.block_k) args.lists = lists.tiles[idx];
   }
-  args.bounds = reinterpret_cast<const int4*>(lists.bounds);
-  args.num_hulls = lists.num_hulls;
+  args.bounds = reinterpret_cast<const int4*>(args.lists.bounds);
+  args.num_hulls = args.lists.num_hulls;
   args.num_q_chunks = lists.num_q_chunks;
   error = make_tensor_maps(params, kernel, &args);
   if (!error.empty()) return fail(Status::kUnsupported, kName, error);

@@ -187,6 +187,8 @@ def _all_cases() -> list[AttentionCase]:
         _case("documents_of_one", _documents([1] * 40, "nc2"), s_q=40),
         _case("documents_mixed_causal", _documents([1, 127, 1, 130, 2], "c1"), s_q=261, heads=(2, 1)),
         _case("documents_mixed", _documents([130, 1, 1, 126, 3], "nc2"), s_q=261, heads=(2, 1)),
+        # a key tile of the Hopper backward ends at the border
+        _case("documents_short_tile", _documents([150, 256], "nc2"), s_q=406, heads=(2, 1)),
         _case("window_one", _columns("c1", ramp + 1, s_k=200), s_q=200),
         _case("window_wide", _columns("c1", ramp + 70, s_k=200), s_q=200, d=64),
         _case("global_window", _columns("nc4", np.where(ramp < 5, 200, np.maximum(ramp + 31, 5)), 200, 5,

@@ -14,6 +14,8 @@ namespace {
 template <BoundForm kForm>
 void build(const MaskView& mask, const MaskLists& lists) {
   const ListGrids grids = list_grids(mask, lists);
+  cuda_on_host::launch(grids.border_ctas, kVisitThreads, border_kernel<kForm>, mask, lists, grids);
+  cuda_on_host::launch(grids.cut_ctas, kVisitThreads, cut_kernel<kForm>, mask, lists, grids);
   cuda_on_host::launch(lists.num_tile_lists * grids.visit_ctas, kVisitThreads, visit_kernel<kForm>,
                        mask, lists, grids);
   cuda_on_host::launch(lists.num_tile_lists * (grids.order_ctas + grids.visitor_ctas),
@@ -35,18 +37,22 @@ void build_lists(const MaskView* mask, void* blob) {
   sm90::with_form(mask->form, [&](auto form) { build<decltype(form)::value>(*mask, lists); });
 }
 
-// Where the parts begin of the lists of key tiles of block_k keys: bounds, step_bits, step_chunks, tile_steps,
-// by_length, summaries, visitors, visits, shared_rows.
+// Where the parts begin of the lists of key tiles of block_k keys: k_begins, num_tiles, bounds, step_bits,
+// step_chunks, tile_steps, by_length, summaries, visitors, visits, shared_rows.
 void lists_offsets(const MaskView* mask, int32_t block_k, int64_t* offsets) {
   char base[1];
   MaskLists lists;
   lists_layout(*mask, kBlockKs, kNumBlockKs, base, &lists);
   const TileLists& tiles = lists.tiles[block_k == lists.tiles[0].block_k ? 0 : 1];
-  const void* const parts[] = {lists.bounds,     tiles.step_bits, tiles.step_chunks,
-                               tiles.tile_steps, tiles.by_length, tiles.summaries,
-                               tiles.visitors,   tiles.visits,    tiles.shared_rows};
+  const void* const parts[] = {tiles.k_begins,  tiles.num_tiles,   tiles.bounds,
+                               tiles.step_bits, tiles.step_chunks, tiles.tile_steps,
+                               tiles.by_length, tiles.summaries,   tiles.visitors,
+                               tiles.visits,    tiles.shared_rows};
   for (const void* part : parts) *offsets++ = static_cast<const char*>(part) - base;
 }
+
+// Key tiles of block_k keys that the lists have room for.
+int32_t room_of_tiles(const MaskView* mask, int32_t block_k) { return max_k_tiles(*mask, block_k); }
 
 int32_t visitors_before(uint32_t bits, int32_t before, int32_t k_tile_idx) {
   return Visitors{bits, before}.before_tile(k_tile_idx);

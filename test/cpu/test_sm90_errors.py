@@ -231,9 +231,27 @@ def test_a_prepared_backward_needs_less_workspace(library: ctypes.CDLL) -> None:
 
 
 def test_backward_schedule_bytes_stay_small(library: ctypes.CDLL) -> None:
-    """One mask head of 128K tokens: 2 MiB of bounds, 3 of lists by key tiles of 128 and of 64."""
+    """One mask head of 128K tokens: lists by key tiles of 128 and of 64 take 3 MiB, and bounds 2; 4.3 where tiles may begin
+    at documents, so that each size has its own."""
     mask = MaskView(SOMEWHERE, None, BoundForm.LOWER1, 1, 1, 1, 131072, 131072)
+    assert library.fm3_sm90_bwd_schedule_bytes(ctypes.byref(mask)) < 31 << 18  # 7.75 MiB
+    mask.block_mask = SOMEWHERE  # they stay on the grid
     assert library.fm3_sm90_bwd_schedule_bytes(ctypes.byref(mask)) < 11 << 19  # 5.5 MiB
+
+
+@pytest.mark.parametrize("h_kv", [8, 1])
+def test_a_backward_s_workspace_does_not_depend_on_the_mask(library: ctypes.CDLL, h_kv: int) -> None:
+    """Beside prepared lists: its sums, which stay zeros (zero_sums), lie where those of another mask are looked for."""
+    params = make_bwd_params(s_q=16384, s_k=16384, h_q=8, h_kv=h_kv)
+    sizes = set()
+    for form, bounds, block_mask in (
+        (BoundForm.NONE, None, None), (BoundForm.LOWER1, SOMEWHERE, None), (BoundForm.LOWER1, SOMEWHERE, SOMEWHERE),
+    ):  # fmt: skip
+        params.mask.form, params.mask.bounds, params.mask.block_mask = form, bounds, block_mask
+        made = bwd_schedule(library, params.mask)
+        params.bwd_schedule = ctypes.addressof(made)
+        sizes.add(library.fm3_sm90_bwd_workspace_bytes(ctypes.byref(params)))
+    assert len(sizes) == 1 and sizes.pop() > 0
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names a failed test at once: a run on a GPU may be cut short before pytest's own list."""
+"""Names a failed test at once: a run on a GPU may be cut short before pytest's own list. And a fixture."""
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+
 import pytest
+from bwd_lists_support import compile_library
 
 
 class _FailuresAtOnce:
@@ -19,3 +23,11 @@ class _FailuresAtOnce:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_FailuresAtOnce(config))
+
+
+@pytest.fixture(scope="session")
+def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The Hopper backward's lists, made on the host."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    return compile_library(tmp_path_factory.mktemp("lists"))

@@ -159,4 +159,28 @@ def wide_case(
     return AttentionCase(f"wide_{kind}_s{s}_d{d_qk}_{d_v}", b, s, s, *heads, d_qk, d_v, build_mask=build)
 
 
+# Of each batch entry: the Hopper backward's key tiles begin at any key (bidirectional) or at row tiles (causal), and
+# entries differ in how many there are.
+_LENGTHS = {
+    True: ([2150, 1850, 1000], [5000], [3150, 1850]),
+    False: ([321, 321, 700, 1158, 2500], [2801, 2199], [5000]),
+}
+
+
+def documents_case(is_causal: bool, heads: tuple[int, int], dims: tuple[int, int]) -> AttentionCase:
+    """Twelve entries of 5000 tokens, three forms in turn, in documents at which key tiles begin (cuts.h: of fewer pairs they
+    do not)."""
+
+    def build_mask() -> RawMask:
+        entries = []
+        for lengths in _LENGTHS[is_causal]:
+            ends = np.repeat(np.cumsum(lengths), lengths)
+            begins = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+            entries.append(np.stack([ends] if is_causal else [ends, begins], -1))
+        return RawMask(np.stack(entries * 4)[:, None].astype(np.int32), is_causal)
+
+    name = f"{'causal' if is_causal else 'bidirectional'}_documents_{heads[0]}_{heads[1]}"
+    return AttentionCase(name, 12, 5000, 5000, *heads, *dims, build_mask)
+
+
 KINDS = ("full", "causal", "window", "documents", "global_window", "eviction")

@@ -5,7 +5,6 @@ test_sm90_bwd_steps.py look at them, and the same gradients, bit for bit, as of 
 from __future__ import annotations
 
 import ctypes
-import shutil
 from dataclasses import astuple, replace
 
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bwd_lists_support import BLOCK_KS, build, compile_library, take_apart  # noqa: E402
+from bwd_lists_support import BLOCK_KS, build, take_apart  # noqa: E402
 from gpu_support import (  # noqa: E402
     DTYPES,
     HEADS,
@@ -40,13 +39,6 @@ CASES = [case for case in HOSTILE_CASES if case.s_q > 0 and case.s_k > 0 and cas
 @pytest.fixture(scope="module")
 def backend() -> Sm90Backward:
     return Sm90Backward(_native.sm90_library())
-
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    return compile_library(tmp_path_factory.mktemp("lists"))
 
 
 def values(grads: Gradients) -> tuple[torch.Tensor, ...]:

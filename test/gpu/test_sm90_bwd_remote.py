@@ -4,6 +4,7 @@ are written. A second stream copies these as soon as it is told, and has to find
 
 from __future__ import annotations
 
+import ctypes
 import time
 from dataclasses import replace
 
@@ -11,15 +12,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from bwd_lists_support import build  # noqa: E402
 from gpu_support import (  # noqa: E402
     KINDS,
     assert_same_bits,
     check_backward,
+    documents_case,
     is_served,
     make_inputs,
     needs_sm90,
     wide_case,
 )
+from schedule_support import mask_of  # noqa: E402
 
 from paddle_fm3 import _native  # noqa: E402
 from paddle_fm3.distributed.device import Sm90Device  # noqa: E402
@@ -44,13 +48,14 @@ class Remote:
 
     def run(
         self, inputs: BackwardInputs, mask: GpuMask, begin: int, *, lead_us: int = 100, is_late: bool = False,
-        comes: bool = True, **options: object,
+        comes: bool = True, kept: list[torch.Tensor] | None = None, **options: object,
     ) -> tuple[Gradients, list[torch.Tensor]]:  # fmt: skip
         """Gradients, and rows [begin, s_k) of dk and dv, a batch entry each, as they were once the word was set.
 
         Args:
             is_late: rows from `begin` of k and v are NaN when the kernel starts, and are copied from the host after it.
             comes: or are not.
+            kept: the workspace of such calls, its sums left as zeros; empty before the first.
         """
         given = inputs
         if is_late:
@@ -60,8 +65,14 @@ class Remote:
                     for to, x in ((given.k, inputs.k), (given.v, inputs.v)) for b_idx in range(len(x))]  # fmt: skip
         grads = self.backend.empty_gradients(given)
         params = self.backend.params(given, mask, grads, **options)
-        workspace = self.backend.prepare(params)
-        workspace.fill_(0xA5)
+        if kept:
+            params.workspace, params.workspace_bytes, params.zero_sums = kept[0].data_ptr(), kept[0].numel(), 2
+        else:
+            workspace = self.backend.prepare(params)
+            workspace.fill_(0xA5)
+        if kept == []:
+            kept.append(workspace)
+            params.zero_sums = 1
         self.value += 1
         sent, ready, status = (line.data_ptr() for line in self.words)
         self.words[1:] = 0
@@ -139,6 +150,47 @@ def test_hostile(remote: Remote, case: AttentionCase, is_late: bool) -> None:
         options = {"softmax_scale": case.softmax_scale, "is_deterministic": is_deterministic, "is_late": is_late}
         grads = remote.check(case.name, inputs, mask, case.s_k // 3, lead_us=10_000, **options)
         check_backward(case.name, inputs, mask, grads, softmax_scale=case.softmax_scale)
+
+
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("heads", [(2, 2), (8, 1)], ids=str)
+@pytest.mark.parametrize("d", [64, 128, (192, 128)], ids=str)
+def test_short_tiles(
+    host: ctypes.CDLL, remote: Remote, d: int | tuple[int, int], heads: tuple[int, int], is_causal: bool
+) -> None:
+    """Other ranks' keys from a short tile's first key on, from inside it, and from behind it: then those that are loaded with it
+    are late, too. Entries have other tiles there."""
+    case = documents_case(is_causal, heads, (d, d) if isinstance(d, int) else d)
+    begins = build(host, mask_of(case), 128).k_begins[0]
+    short = next(idx for idx in range(len(begins)) if begins[idx + 1] - begins[idx] < 128)
+    inputs, mask = make_inputs(case, torch.bfloat16)
+    waits, got = d in (64, 128), []
+    for begin in (begins[short], begins[short] + 5, begins[short + 1]):
+        for is_late in (False, True) if waits else (False,):
+            for is_deterministic in (False, True):
+                options = {"is_late": is_late, "is_deterministic": is_deterministic}
+                got.append(remote.check(case.name, inputs, mask, int(begin), **options))
+    check_backward(case.name, inputs, mask, *got)
+    for grads in got[3::2]:
+        assert_same_bits(case.name, *(tuple(x for _, x in one.items()) for one in (got[1], grads)))
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("heads", [(4, 4), (16, 2)], ids=str)
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_a_kept_workspace_s_sums_are_not_cleared_again(
+    remote: Remote, is_deterministic: bool, heads: tuple[int, int], d: int
+) -> None:
+    """What a rank does: one workspace, keys that are late, gradients that are told, under several masks."""
+    kept: list[torch.Tensor] = []
+    for kind in ("causal", "window", "documents", "full", "causal"):
+        case = wide_case(kind, s=1500, heads=heads, d=d)
+        inputs, mask = make_inputs(case, torch.bfloat16)
+        options = {"is_deterministic": is_deterministic, "lists": remote.backend.build_schedule(mask)}
+        got = [
+            remote.check(kind, inputs, mask, 700, is_late=is_late, kept=kept, **options) for is_late in (True, False)
+        ]
+        check_backward(kind, inputs, mask, *got)
 
 
 def test_keys_that_nobody_sees_are_told_too(remote: Remote) -> None:

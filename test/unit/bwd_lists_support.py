@@ -17,10 +17,13 @@ BLOCK_Q = 64
 BLOCK_KS = (128, 64)  # head dims to 128, above
 
 
-def compile_library(folder: Path) -> ctypes.CDLL:
+CUT_ALL_SIZES = "-DFM3_CUT_ALL_SIZES"  # key tiles of small masks, too, begin at documents
+
+
+def compile_library(folder: Path, *flags: str) -> ctypes.CDLL:
     """test/cpp/sm90_bwd_lists.cc as a library in `folder`."""
     # Fibers jump between stacks, which the checked longjmp refuses.
-    library = compile_for_host("sm90_bwd_lists.cc", folder, "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE")
+    library = compile_for_host("sm90_bwd_lists.cc", folder, "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE", *flags)
     library.lists_bytes.restype = ctypes.c_int64
     return library
 
@@ -29,14 +32,16 @@ def compile_library(folder: Path) -> ctypes.CDLL:
 class Lists:
     """Of key tiles of one size, of all masks: num_masks = b * h_mask."""
 
-    bounds: np.ndarray  # int32 [num_masks, keys rounded up to 128, 4]
+    k_begins: np.ndarray  # int32 [num_masks, num_k_tiles + 1]
+    num_tiles: np.ndarray  # int32 [num_masks]; the others are empty
+    bounds: np.ndarray  # int32 [num_masks, num_k_tiles, block_k, 4]
     visited: np.ndarray  # bool [num_masks, num_k_tiles, num_q_tiles]
     partial: np.ndarray  # likewise
     stray: int  # bits set past the last row tile
     chunks: np.ndarray  # int32 [num_masks, num_k_tiles, 2]
     steps: np.ndarray  # int32 [num_masks, num_k_tiles]
     by_length: np.ndarray  # likewise
-    summaries: np.ndarray  # int32 [num_masks, 7]: steps, of one at most, late, visiting, apart up, apart down
+    summaries: np.ndarray  # int32 [num_masks, 7]: steps, of one at most, late, visiting, apart up, apart down, tiles
     visitors: np.ndarray  # uint32 [num_masks, num_k_words, num_q_tiles, 2]: bits, before
     visits: np.ndarray  # int32 [num_masks, num_q_tiles]
     shared_rows: np.ndarray  # int32 [num_masks]
@@ -58,7 +63,7 @@ def build(library: ctypes.CDLL, mask: NativeMask, block_k: int) -> Lists:
 
 def take_apart(library: ctypes.CDLL, mask: NativeMask, blob: np.ndarray, block_k: int) -> Lists:
     """Those of key tiles of `block_k` keys in a prepared schedule's bytes."""
-    view, offsets = mask.view, (ctypes.c_int64 * 9)()
+    view, offsets = mask.view, (ctypes.c_int64 * 11)()
     library.lists_offsets(ctypes.byref(view), block_k, offsets)
     at = iter(offsets)
 
@@ -66,14 +71,17 @@ def take_apart(library: ctypes.CDLL, mask: NativeMask, blob: np.ndarray, block_k
         begin = next(at)
         return blob[begin : begin + 4 * int(np.prod(shape))].view(dtype).reshape(shape)
 
-    masks, q_tiles, k_tiles = mask.b * mask.h_mask, -(-mask.s_q // BLOCK_Q), -(-mask.s_k // block_k)
-    bounds = part(np.int32, masks, -(-mask.s_k // 128) * 128, 4)
+    masks, q_tiles = mask.b * mask.h_mask, -(-mask.s_q // BLOCK_Q)
+    k_tiles = library.room_of_tiles(ctypes.byref(view), block_k)
+    k_begins, num_tiles = part(np.int32, masks, k_tiles + 1), part(np.int32, masks)
+    padded = part(np.int32, masks, -(-k_tiles * block_k // 128) * 128, 4)
+    bounds = padded[:, : k_tiles * block_k].reshape(masks, k_tiles, block_k, 4)
     words = part(np.uint32, masks, k_tiles, -(-q_tiles // 32), 2)
     bits = (words[..., None] >> np.arange(32, dtype=np.uint32) & 1).astype(bool)  # [.., num_q_chunks, 2, 32]
     flat = bits.swapaxes(2, 3).reshape(masks, k_tiles, 2, -1)
     return Lists(
-        bounds, flat[:, :, 0, :q_tiles], flat[:, :, 1, :q_tiles], int(flat[..., q_tiles:].sum()),
+        k_begins, num_tiles, bounds, flat[:, :, 0, :q_tiles], flat[:, :, 1, :q_tiles], int(flat[..., q_tiles:].sum()),
         part(np.int32, masks, k_tiles, 2), part(np.int32, masks, k_tiles), part(np.int32, masks, k_tiles),
-        part(np.int32, masks, 8)[:, [0, 2, 3, 4, 5, 6]], part(np.uint32, masks, -(-k_tiles // 32), q_tiles, 2),
+        part(np.int32, masks, 8)[:, [0, 2, 3, 4, 5, 6, 7]], part(np.uint32, masks, -(-k_tiles // 32), q_tiles, 2),
         part(np.int32, masks, q_tiles), part(np.int32, masks),
     )  # fmt: skip

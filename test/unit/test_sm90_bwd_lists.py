@@ -9,7 +9,7 @@ import shutil
 
 import numpy as np
 import pytest
-from bwd_lists_support import BLOCK_KS, Lists, build, compile_library
+from bwd_lists_support import BLOCK_KS, CUT_ALL_SIZES, Lists, build, compile_library
 
 from paddle_fm3.testing.native_call import NativeMask
 
@@ -18,14 +18,13 @@ SAMPLE_STEP = 7
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return compile_library(tmp_path_factory.mktemp("lists"))
+@pytest.fixture(scope="module", params=[(), (CUT_ALL_SIZES,)], ids=["grid", "cut"])
+def library(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> ctypes.CDLL:
+    return compile_library(tmp_path_factory.mktemp("lists"), *request.param)
 
 
 def check(lists: Lists) -> None:
     assert lists.stray == 0 and not (lists.partial & ~lists.visited).any()
-    num_k_tiles = lists.visited.shape[1]
     np.testing.assert_array_equal(lists.steps, lists.visited.sum(2))
     np.testing.assert_array_equal(lists.visits, lists.visited.sum(1))
     np.testing.assert_array_equal(lists.shared_rows, (lists.visits > 1).sum(1))
@@ -38,8 +37,9 @@ def check(lists: Lists) -> None:
         at = [min(SAMPLE_STEP, len(row) - 1) for row in rows]
         up = np.array([row[x] if len(row) else -1 for row, x in zip(rows, at, strict=True)])
         down = np.array([row[-1 - x] if len(row) else -1 for row, x in zip(rows, at, strict=True)])
-        wanted = [steps.sum(), steps.max(), steps[num_k_tiles // 2 :].max(), (steps > 0).sum(),
-                  (np.diff(up) != 0).sum(), (np.diff(down) != 0).sum()]  # fmt: skip
+        num_tiles = lists.num_tiles[mask_idx]
+        wanted = [steps.sum(), steps.max(), steps[num_tiles // 2 :].max(), (steps > 0).sum(),
+                  (np.diff(up[:num_tiles]) != 0).sum(), (np.diff(down[:num_tiles]) != 0).sum(), num_tiles]  # fmt: skip
         np.testing.assert_array_equal(lists.summaries[mask_idx], wanted)
 
 

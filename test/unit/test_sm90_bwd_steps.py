@@ -9,7 +9,17 @@ import shutil
 
 import numpy as np
 import pytest
-from bwd_lists_support import BLOCK_KS, BLOCK_Q, FULL, PARTIAL, SKIP, build, compile_library
+from bwd_lists_support import (
+    BLOCK_KS,
+    BLOCK_Q,
+    CUT_ALL_SIZES,
+    FULL,
+    PARTIAL,
+    SKIP,
+    Lists,
+    build,
+    compile_library,
+)
 
 from paddle_fm3.testing.cases import AttentionCase
 from paddle_fm3.testing.hostile_cases import HOSTILE_CASES
@@ -21,19 +31,27 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return compile_library(tmp_path_factory.mktemp("lists"))
+    return compile_library(tmp_path_factory.mktemp("lists"), CUT_ALL_SIZES)
 
 
-def check_classes(classes: np.ndarray, visible: np.ndarray, block_k: int) -> None:
+def check_classes(classes: np.ndarray, k_begins: np.ndarray, visible: np.ndarray, block_k: int) -> None:
     """`visible`: [s_q, s_k]."""
-    s_q, s_k = visible.shape
     for (k_tile, q_tile), found in np.ndenumerate(classes):
-        k_begin, q_begin = k_tile * block_k, q_tile * BLOCK_Q
-        step = visible[q_begin : q_begin + BLOCK_Q, k_begin : k_begin + block_k]
+        (k_begin, k_end), q_begin = k_begins[k_tile : k_tile + 2], q_tile * BLOCK_Q
+        step = visible[q_begin : q_begin + BLOCK_Q, k_begin:k_end]
         where = f"keys {k_begin}.., rows {q_begin}.."
         assert found != SKIP or not step.any(), f"SKIP but something is visible: {where}"
         assert found != FULL or step.all(), f"FULL but something is hidden: {where}"
-        assert found != FULL or k_begin + block_k <= s_k, f"FULL but keys past s_k are in it: {where}"
+        assert found != FULL or k_begin + block_k == k_end, f"FULL but keys of other tiles are in it: {where}"
+
+
+def check_tiles(lists: Lists, s_k: int, block_k: int) -> None:
+    """They follow each other; the room that is left is empty."""
+    assert (lists.k_begins[:, 0] == 0).all()
+    sizes = np.diff(lists.k_begins)
+    for num_tiles, of_mask in zip(lists.num_tiles, sizes, strict=True):
+        assert of_mask.sum() == s_k and of_mask.max() <= block_k
+        np.testing.assert_array_equal(of_mask > 0, np.arange(len(of_mask)) < num_tiles)
 
 
 def case_mask(case: AttentionCase) -> tuple[NativeMask, np.ndarray]:
@@ -56,8 +74,10 @@ CASES = [case for case in HOSTILE_CASES if case.s_q > 0 and case.s_k > 0 and cas
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_steps_cover_what_is_visible(library: ctypes.CDLL, case: AttentionCase, block_k: int) -> None:
     mask, visible = case_mask(case)
-    for classes, plane in zip(build(library, mask, block_k).classes, visible, strict=True):
-        check_classes(classes, plane, block_k)
+    lists = build(library, mask, block_k)
+    check_tiles(lists, case.s_k, block_k)
+    for classes, k_begins, plane in zip(lists.classes, lists.k_begins, visible, strict=True):
+        check_classes(classes, k_begins, plane, block_k)
 
 
 @pytest.mark.parametrize("block_k", BLOCK_KS)
@@ -69,18 +89,23 @@ def test_steps_of_random_masks(library: ctypes.CDLL, num_bounds: int, is_causal:
         centre = np.repeat(draw.integers(-5, s_q + 6, (-(-s_k // 200), num_bounds)), 200, axis=0)[:s_k]
         bounds = (centre + draw.integers(0, int(draw.choice([1, 5, 100])), (s_k, num_bounds))).astype(np.int32)
         mask = NativeMask.from_bounds(bounds[None, None], is_causal, s_q, None)
-        classes = build(library, mask, block_k).classes[0]
-        check_classes(classes, visible_plane(bounds, is_causal, s_q, s_k), block_k)
+        lists = build(library, mask, block_k)
+        check_tiles(lists, s_k, block_k)
+        classes = lists.classes[0]
+        check_classes(classes, lists.k_begins[0], visible_plane(bounds, is_causal, s_q, s_k), block_k)
         counts += np.bincount(classes.ravel(), minlength=3)
     assert counts.min() > 20, f"the random masks miss a class: {counts}"
 
 
+@pytest.mark.parametrize("block_k", BLOCK_KS)
 @pytest.mark.parametrize("case", [case for case in CASES if "block_mask" not in case.name], ids=lambda case: case.name)
-def test_two_intervals_hide_what_the_mask_hides(library: ctypes.CDLL, case: AttentionCase) -> None:
+def test_two_intervals_hide_what_the_mask_hides(library: ctypes.CDLL, case: AttentionCase, block_k: int) -> None:
     mask, visible = case_mask(case)
     row = np.arange(case.s_q)[:, None]
-    for found, plane in zip(build(library, mask, 128).bounds, visible, strict=True):
-        rows, past_keys = found[: case.s_k], found[case.s_k :]
+    lists = build(library, mask, block_k)
+    for found, k_begins, plane in zip(lists.bounds, lists.k_begins, visible, strict=True):
+        is_key = np.arange(block_k) < np.diff(k_begins)[:, None]
+        rows, past_keys = found[is_key], found[~is_key]
         np.testing.assert_array_equal(past_keys, np.tile([0, case.s_q, 0, 0], (len(past_keys), 1)))
         assert (rows[:, 0] <= rows[:, 1]).all() and (rows[:, 2] <= rows[:, 3]).all()  # lengths are unsigned there
         hidden = (row >= rows[:, 0]) & (row < rows[:, 1]) | (row >= rows[:, 2]) & (row < rows[:, 3])
@@ -97,10 +122,11 @@ def test_causal_visits_half_and_masks_the_diagonal(library: ctypes.CDLL) -> None
 def test_a_wrong_class_is_noticed(library: ctypes.CDLL) -> None:
     mask = NativeMask.without_bounds(True, 1, 1000, 1000)
     visible = visible_plane(None, True, 1000, 1000)
-    classes = build(library, mask, 128).classes[0]
-    check_classes(classes, visible, 128)
+    lists = build(library, mask, 128)
+    classes, k_begins = lists.classes[0], lists.k_begins[0]
+    check_classes(classes, k_begins, visible, 128)
     for at, wrong in (((0, 0), SKIP), ((0, 0), FULL), ((7, 15), FULL)):
         broken = classes.copy()
         broken[at] = wrong
         with pytest.raises(AssertionError):
-            check_classes(broken, visible, 128)
+            check_classes(broken, k_begins, visible, 128)

@@ -17,38 +17,57 @@ struct alignas(16) TileInfo {
   int32_t b_idx, h_kv_idx, k_tile_idx;
   int32_t num_steps;           // < 0: no more work
   int32_t h_q_begin, h_q_end;  // query heads of the item
-  // kItemHeadsInside, kItemInOrder; from kItemWaveShift on its wave_end, in order its wave_start_parts
+  // kItemHeadsInside, kItemInOrder, kItemRemote; from kItemKeysShift on the number of its keys; from kItemWaveShift on
+  // its wave_end, in order its wave_start_parts
   uint32_t flags;
   // The ring slot: its first row of tiles less h_q_begin, so that h_q_idx can be added; the head's part that
   // had it before (< 0: none) and how many of its sums must be converted.
   int32_t ring_row, ring_before, ring_before_sums;
-  // Where the parts of a group sum up dK and dV (< 0: the item is no part), and its count when that is free.
-  int32_t kv_sum_idx, kv_counts_before;
+  // Where the parts of a group sum up dK and dV (< 0: the item is no part, see also kShortTile), and its count when that is free.
+  int32_t kv_sum_idx;
+  int32_t k_begin;  // its first key
 };
 
-// All heads of a row tile come before the next row tile. Parts of a sum are added in turns.
-constexpr uint32_t kItemHeadsInside = 1, kItemInOrder = 2;
-constexpr int32_t kItemWaveShift = 2;  // a call has fewer than 2^30 items
+// kv_sum_idx of a tile that is no part of a sum, but whose gradients TMA may not write as it does elsewhere: behind its
+// last key come those of the next tile.
+constexpr int32_t kShortTile = INT32_MAX;
+
+// What the pass before the kernel decides.
+struct CallPlan : WorkPlan {
+  int32_t num_items;
+  int32_t sent_warps;  // that write gradients of remote tiles, see sent.cuh
+};
+
+// All heads of a row tile come before the next row tile. Parts of a sum are added in turns. Some of its keys are of
+// another rank, and something is asked of them.
+constexpr uint32_t kItemHeadsInside = 1, kItemInOrder = 2, kItemRemote = 4;
+constexpr int32_t kItemKeysShift = 3, kItemWaveShift = 11;
+constexpr int32_t kMostInWaves =
+    1 << (32 - kItemWaveShift);  // items of a call that may come in waves
+FM3_HOST_DEVICE int32_t k_end_of(const volatile TileInfo& tile) {
+  return tile.k_begin + static_cast<int32_t>(tile.flags >> kItemKeysShift & 0xFF);
+}
 
 struct KernelArgs {
   // (d, s, h, b), boxes of 64 columns, 128-byte swizzle; of dk and dv 64 rows, of dq 16.
   CUtensorMap map_q, map_k, map_v, map_dout, map_dq, map_dk, map_dv;
   Shape shape;
-  MaskView mask;                     // the caller's
-  int32_t group;                     // h_q / h_kv
-  int32_t num_q_tiles, num_k_tiles;  // ceil(s_q / kBlockQ), ceil(s_k / block_k)
-  int32_t num_hulls;                 // ceil(s_k / kHullK)
-  int32_t num_q_chunks;              // ceil(num_q_tiles / 32)
-  PlanInput plan_input;
+  MaskView mask;         // the caller's
+  int32_t group;         // h_q / h_kv
+  int32_t num_q_tiles;   // ceil(s_q / kBlockQ)
+  int32_t num_k_tiles;   // the lists' room, lists.num_k_tiles
+  int32_t num_hulls;     // lists.num_hulls
+  int32_t num_q_chunks;  // ceil(num_q_tiles / 32)
+  PlanInput plan_input;  // but for num_k_tiles, which the lists say
   int32_t max_items;     // room in `items`
   int32_t kv_sum_heads;  // (batch, kv head)s that kv_sums has room for
   int32_t is_deterministic;
   int32_t leaves_zeros;  // in dq_ring, whoever adds first
   float softmax_scale;
   TileLists lists;     // of the kernel's key tiles
-  const int4* bounds;  // [b, h_mask, num_hulls * kHullK] KeyRows
+  const int4* bounds;  // lists.bounds: [b, h_mask, num_hulls * kHullK] KeyRows, block_k a key tile
   int32_t* walks;      // [b, h_mask] of type Walk
-  WorkPlan* plan;      // of all lists; the first one's visits decide
+  CallPlan* plan;      // of all lists; the first one's visits decide
   TileInfo* items;     // [at most b * h_q * num_k_tiles] in the order of work
   // [b, h_q, num_q_tiles * kBlockQ] of RowPieces if packs_rows, else of float:
   void* lse;          // score_start; or lse in log2, +inf in a hidden row
@@ -67,15 +86,14 @@ struct KernelArgs {
   void* dk;
   void* dv;
   Strides stride_dq, stride_dk, stride_dv;
-  // Key tiles of other ranks, the last ones, of which something is asked; none: 0, from INT32_MAX on.
-  int32_t remote_tiles, remote_k_tile;
+  // First key of other ranks of which something is asked; none: INT32_MAX.
+  int32_t remote_begin;
   const uint32_t* ready_rows;  // as in BwdParams; nullptr: all are in
   uint32_t* ready_status;
   uint32_t ready_polls;
   // See sent.cuh. What is to be left behind them, in steps of a multiprocessor; < 0: nobody waits.
   float lead_steps;
-  int32_t sent_warps;   // that write their gradients
-  int32_t* sent_count;  // that have; zero at first
+  int32_t* sent_count;  // warps that have written their gradients; zero at first
   uint32_t* sent_word;
   uint32_t sent_value;
 };

@@ -55,11 +55,12 @@ __device__ __forceinline__ void gemm_from_registers(float (&d)[N / 2], const uin
 template <class C, int N>
 __device__ __forceinline__ void store_gradient(const float (&acc)[N / 2], float scale,
                                                const volatile TileInfo& tile, int32_t k_first,
-                                               void* base, const Strides& stride, int32_t s_k,
-                                               int32_t d_begin, int32_t d) {
+                                               void* base, const Strides& stride, int32_t d_begin,
+                                               int32_t d) {
   using T = typename C::T;
   const int32_t thread = read_thread();
-  int32_t k_idx = tile.k_tile_idx * C::kBlockK + k_first + thread % 128 / 32 * 16 + thread % 32 / 4;
+  const int32_t k_end = k_end_of(tile);
+  int32_t k_idx = tile.k_begin + k_first + thread % 128 / 32 * 16 + thread % 32 / 4;
   T* row = static_cast<T*>(base) + tile.b_idx * stride.b + tile.h_kv_idx * stride.h +
            k_idx * stride.s + d_begin;
 #pragma unroll
@@ -68,7 +69,7 @@ __device__ __forceinline__ void store_gradient(const float (&acc)[N / 2], float 
     for (int pair = 0; pair < N / 16; ++pair) {
       const float* x = acc + 8 * pair + 2 * i;
       store_block_pair<T>(row, pair, ptx::pack2<T>(x[0] * scale, x[1] * scale),
-                          ptx::pack2<T>(x[4] * scale, x[5] * scale), k_idx < s_k, d - d_begin);
+                          ptx::pack2<T>(x[4] * scale, x[5] * scale), k_idx < k_end, d - d_begin);
     }
     k_idx += 8;
     row += 8 * stride.s;
@@ -108,7 +109,7 @@ __device__ __forceinline__ void store_gradient_tma(const float (&acc)[kDim / 2],
   ptx::fence_proxy_async();
   group_sync();
   if (thread % 128 == 0) {
-    const int32_t k_idx = tile.k_tile_idx * C::kBlockK + group_idx * 64;
+    const int32_t k_idx = tile.k_begin + group_idx * 64;
     ptx::tma_store_4d(map, left, 0, k_idx, tile.h_kv_idx, tile.b_idx);
     if constexpr (kDim > 64) ptx::tma_store_4d(map, right, 64, k_idx, tile.h_kv_idx, tile.b_idx);
     ptx::bulk_commit();
@@ -117,14 +118,14 @@ __device__ __forceinline__ void store_gradient_tma(const float (&acc)[kDim / 2],
 
 // Zeros to the warpgroup's 64 rows of dK or dV of a tile that no row sees.
 template <class T>
-__device__ __forceinline__ void store_zeros(const volatile TileInfo& tile, int32_t k_begin,
-                                            void* base, const Strides& stride, int32_t s_k,
-                                            int32_t d) {
+__device__ __forceinline__ void store_zeros(const volatile TileInfo& tile, int32_t k_first,
+                                            void* base, const Strides& stride, int32_t d) {
+  const int32_t k_begin = tile.k_begin + k_first, k_end = k_end_of(tile);
   T* const rows = static_cast<T*>(base) + tile.b_idx * stride.b + tile.h_kv_idx * stride.h;
 #pragma unroll 1
   for (int32_t idx = threadIdx.x % 128; idx < 64 * (d / 8); idx += 128) {
     const int32_t k_idx = k_begin + idx / (d / 8);
-    if (k_idx < s_k) {
+    if (k_idx < k_end) {
       *reinterpret_cast<uint4*>(rows + k_idx * stride.s + idx % (d / 8) * 8) =
           make_uint4(0, 0, 0, 0);
     }
@@ -136,9 +137,8 @@ template <class C>
 __device__ __forceinline__ void store_zero_gradients(const KernelArgs& args, const TileInfo& tile,
                                                      int32_t group_idx) {
   using T = typename C::T;
-  const int32_t k_begin = tile.k_tile_idx * C::kBlockK + group_idx * 64;
-  store_zeros<T>(tile, k_begin, args.dv, args.stride_dv, args.shape.s_k, args.shape.d_v);
-  store_zeros<T>(tile, k_begin, args.dk, args.stride_dk, args.shape.s_k, args.shape.d_qk);
+  store_zeros<T>(tile, group_idx * 64, args.dv, args.stride_dv, args.shape.d_v);
+  store_zeros<T>(tile, group_idx * 64, args.dk, args.stride_dk, args.shape.d_qk);
 }
 
 // D[64, rows] = 64 times the row of what the RowPieces of the query rows add up to; `ones` picks the three.
@@ -222,17 +222,19 @@ __device__ __forceinline__ void hand_over_dq(Smem<C>& smem, uint32_t count = 0) 
   if (ptx::arrives(threadIdx.x % 32 == 0)) ptx::mbar_arrive(&smem.dq_full[count % C::kDqBuffers]);
 }
 
-// At a tile's end: stores gradients that are sums over parts, if this is the last one; says that the tile's are written.
+// At a tile's end: stores gradients that TMA does not, those of a short tile, and sums over parts, if this is the last
+// one; says that the tile's are written.
 template <class C>
 __device__ __forceinline__ void finish_gradients(const KernelArgs& args, const TileInfo& tile,
                                                  float (&acc_dk)[C::kDim / 2],
                                                  float (&acc_dv)[C::kDimV / 2],
                                                  const int32_t group_idx, const bool is_leader) {
-  if (tile.kv_sum_idx >= 0 && sum_parts<C>(args, tile, acc_dk, acc_dv)) {
-    store_gradient<C, C::kDimV>(acc_dv, 1.f, tile, group_idx * 64, args.dv, args.stride_dv,
-                                args.shape.s_k, 0, args.shape.d_v);
+  if (tile.kv_sum_idx >= 0 &&
+      (tile.kv_sum_idx == kShortTile || sum_parts<C>(args, tile, acc_dk, acc_dv))) {
+    store_gradient<C, C::kDimV>(acc_dv, 1.f, tile, group_idx * 64, args.dv, args.stride_dv, 0,
+                                args.shape.d_v);
     store_gradient<C, C::kDim>(acc_dk, args.softmax_scale, tile, group_idx * 64, args.dk,
-                               args.stride_dk, args.shape.s_k, 0, args.shape.d_qk);
+                               args.stride_dk, 0, args.shape.d_qk);
     if (is_sent(args, tile)) count_sent_warp(args, is_leader);
   }
   // The writes take no longer than the next tile's K and V.

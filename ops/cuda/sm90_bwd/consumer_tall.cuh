@@ -237,11 +237,12 @@ __device__ __forceinline__ void run_tall_consumer(const KernelArgs& args, Smem<C
     }
     ptx::wgmma_pin(acc_dk);
     ptx::wgmma_pin(acc_dv);
-    if (tile.kv_sum_idx < 0 || sum_parts<C>(args, tile, acc_dk, acc_dv)) {
-      store_gradient<C, C::kDimV>(acc_dv, 1.f, tile, group() * 64, args.dv, args.stride_dv,
-                                  args.shape.s_k, 0, args.shape.d_v);
+    if (tile.kv_sum_idx < 0 || tile.kv_sum_idx == kShortTile ||
+        sum_parts<C>(args, tile, acc_dk, acc_dv)) {
+      store_gradient<C, C::kDimV>(acc_dv, 1.f, tile, group() * 64, args.dv, args.stride_dv, 0,
+                                  args.shape.d_v);
       store_gradient<C, C::kDim>(acc_dk, args.softmax_scale, tile, group() * 64, args.dk,
-                                 args.stride_dk, args.shape.s_k, 0, args.shape.d_qk);
+                                 args.stride_dk, 0, args.shape.d_qk);
     }
     __syncwarp();
     if (arrives()) ptx::mbar_arrive(&smem.tile_empty[tile_pos.slot()]);

@@ -65,16 +65,16 @@ __device__ __forceinline__ void stage_part(const float (&acc_dq)[C::kDim / 4], i
 template <class C, int kColumns>
 __device__ __forceinline__ void store_half(const HalfAccumulator<kColumns>& acc, float scale,
                                            const volatile TileInfo& tile, int32_t half, void* base,
-                                           const Strides& stride, int32_t s_k, int32_t d) {
+                                           const Strides& stride, int32_t d) {
   using Half = HalfAccumulator<kColumns>;
   float first[32], second[Half::kSecond / 2];
 #pragma unroll
   for (int idx = 0; idx < 32; ++idx) first[idx] = acc.x[idx];
 #pragma unroll
   for (int idx = 0; idx < Half::kSecond / 2; ++idx) second[idx] = acc.x[32 + idx];
-  store_gradient<C, 64>(first, scale, tile, 0, base, stride, s_k, Half::first_begin(half), d);
-  store_gradient<C, Half::kSecond>(second, scale, tile, 0, base, stride, s_k,
-                                   Half::second_begin(half), d);
+  store_gradient<C, 64>(first, scale, tile, 0, base, stride, Half::first_begin(half), d);
+  store_gradient<C, Half::kSecond>(second, scale, tile, 0, base, stride, Half::second_begin(half),
+                                   d);
 }
 
 template <class C>
@@ -266,10 +266,9 @@ __device__ __forceinline__ void run_wide_consumer(const KernelArgs& args, Smem<C
     ptx::wgmma_pin(acc_dk.x);
     ptx::wgmma_pin(acc_dv.x);
     const TileInfo& tile = smem.tile[tile_pos.slot()];
-    store_half<C>(acc_dv, 1.f, tile, get_half(), args.dv, args.stride_dv, args.shape.s_k,
-                  args.shape.d_v);
+    store_half<C>(acc_dv, 1.f, tile, get_half(), args.dv, args.stride_dv, args.shape.d_v);
     store_half<C>(acc_dk, args.softmax_scale, tile, get_half(), args.dk, args.stride_dk,
-                  args.shape.s_k, args.shape.d_qk);
+                  args.shape.d_qk);
     __syncwarp();
     if (arrives()) ptx::mbar_arrive(&smem.tile_empty[tile_pos.slot()]);
   }

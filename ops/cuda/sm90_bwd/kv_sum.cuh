@@ -59,7 +59,8 @@ __device__ __forceinline__ bool sum_parts(const KernelArgs& args, const volatile
   int32_t* const count = args.kv_counts + sum_idx * kNumConsumerWarps + thread / 32;
   const int32_t part_heads = tile.h_q_end - tile.h_q_begin;
   // Of what came before: the head that had the room; in a fixed order, the parts before this one, too.
-  const int32_t num_before = tile.kv_counts_before;
+  const int32_t head_idx = tile.b_idx * args.shape.h_kv + tile.h_kv_idx;
+  const int32_t num_before = head_idx / args.kv_sum_heads * (args.group / part_heads + 1);
   if (is_leader) {
     const int32_t part = args.is_deterministic ? tile.h_q_begin % args.group / part_heads : 0;
     wait_at_least(count, num_before + part);

@@ -1,56 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two passes that make a mask's lists. Their own test runs them on the host
-// (test/unit/test_sm90_bwd_lists.py).
+// The last two of the four passes that make a mask's lists: which row tiles each key tile visits. Their own test runs
+// them on the host (test/unit/test_sm90_bwd_lists.py).
 #pragma once
 
-#include "../schedule/list_warp.cuh"
 #include "../schedule/rank.cuh"
-#include "lists.h"
+#include "cut_kernels.cuh"
 
 namespace fm3::sm90_bwd {
 
-using sm90::kWholeWarp;
-constexpr int kVisitWarps = 8, kVisitThreads = kVisitWarps * 32;
-
-// CTAs of the two passes: of each size of key tile as many.
-struct ListGrids {
-  int64_t num_masks;
-  uint32_t visit_ctas;                // first pass: key tiles of each size
-  uint32_t order_ctas, visitor_ctas;  // second pass: for each size key tiles, then row tiles
-};
-inline ListGrids list_grids(const MaskView& mask, const MaskLists& lists) {
-  const auto div_up = [](int64_t value, int64_t divisor) {
-    return static_cast<uint32_t>((value + divisor - 1) / divisor);
-  };
-  ListGrids grids = {};
-  grids.num_masks = int64_t{mask.b} * mask.h_mask;
-  for (int32_t idx = 0; idx < lists.num_tile_lists; ++idx) {
-    const int32_t num_k_tiles = lists.tiles[idx].num_k_tiles;
-    grids.visit_ctas =
-        std::max(grids.visit_ctas, div_up(grids.num_masks * num_k_tiles, kVisitWarps));
-    grids.order_ctas =
-        std::max(grids.order_ctas,
-                 static_cast<uint32_t>(grids.num_masks * div_up(num_k_tiles, sm90::kRankTiles)));
-  }
-  grids.visitor_ctas = static_cast<uint32_t>(grids.num_masks * lists.num_q_chunks);
-  return grids;
-}
-
-// --- First pass: rows hidden from each key; what each key tile visits ------------------------------
-// Least and greatest bounds of keys [k_begin, k_begin + block_k), in all lanes; the scan of the forward's
-// schedule has no summary of 64 keys, and to read it would take longer than the bounds do. `maybe_rows`:
-// where the rows hidden from each of them go, everything for keys past s_k.
+// --- Third pass: rows hidden from each key; what each key tile visits ------------------------------
+// Least and greatest bounds of keys [k_begin, k_end), in all lanes; the scan of the forward's schedule has no
+// summary of 64 keys, and to read it would take longer than the bounds do. `maybe_rows`: where the rows hidden
+// from each key of the tile go, everything for those it lacks.
 template <BoundForm kForm>
 __device__ __forceinline__ sm90::BoundSummary<kForm> read_keys(const MaskView& mask,
                                                                int64_t mask_idx, int32_t k_begin,
-                                                               int32_t block_k,
+                                                               int32_t k_end, int32_t block_k,
                                                                KeyRows* maybe_rows) {
   const int32_t* const bounds = mask.bounds + mask_idx * mask.s_k * sm90::kNumBounds<kForm>;
   sm90::BoundSummary<kForm> keys;
   for (int32_t idx = threadIdx.x % 32; idx < block_k; idx += 32) {
     const int32_t k_idx = k_begin + idx;
     KeyRows rows = {0, mask.s_q, 0, 0};
-    if (k_idx < mask.s_k) {
+    if (k_idx < k_end) {
       if constexpr (kForm != BoundForm::kNone) {
         keys.add(bounds + int64_t{k_idx} * sm90::kNumBounds<kForm>, mask, k_idx);
       }
@@ -77,21 +49,34 @@ __device__ __forceinline__ void list_visits(const MaskView& mask, const MaskList
   constexpr int32_t kChunkQ = 32 * kBlockQ;
   const int32_t lane = threadIdx.x % 32;
   const auto mask_idx = static_cast<int32_t>(tile_idx / tiles.num_k_tiles);
-  const int32_t k_begin = static_cast<int32_t>(tile_idx % tiles.num_k_tiles) * tiles.block_k;
-  KeyRows* const rows = lists.bounds + int64_t{mask_idx} * lists.num_hulls * kHullK + k_begin;
-  const auto keys =
-      read_keys<kForm>(mask, mask_idx, k_begin, tiles.block_k, writes_bounds ? rows : nullptr);
+  const auto k_tile_idx = static_cast<int32_t>(tile_idx % tiles.num_k_tiles);
+  int32_t* const k_begins = tiles.k_begins + tile_idx + mask_idx;
+  int32_t k_begin = k_tile_idx * tiles.block_k;
+  int32_t k_end = k_begin + smaller(mask.s_k - k_begin, tiles.block_k);
+  if (lists.num_border_words > 0) {
+    k_begin = k_begins[0], k_end = k_begins[1];
+  } else if (lane == 0) {  // on the grid
+    k_begins[0] = k_begin;
+    if (k_end == mask.s_k) k_begins[1] = k_end;
+    if (k_tile_idx == 0) tiles.num_tiles[mask_idx] = tiles.num_k_tiles;
+  }
+  // The last pass counts there.
+  if (k_tile_idx == 0 && lane == 0) tiles.shared_rows[mask_idx] = 0;
+  KeyRows* const rows = tiles.bounds + int64_t{mask_idx} * tiles.num_hulls * kHullK +
+                        int64_t{k_tile_idx} * tiles.block_k;
+  const auto keys = read_keys<kForm>(mask, mask_idx, k_begin, k_end, tiles.block_k,
+                                     writes_bounds ? rows : nullptr);
   StepBits* const bits = tiles.step_bits + tile_idx * lists.num_q_chunks;
   int32_t num_steps = 0, first_chunk = 0, end_chunk = 0;
   for (int32_t base = 0; base < lists.num_q_chunks; base += 32) {
     const int32_t own_chunk = base + lane;
     StepBits own = {0, 0};
     bool is_open = false;
-    if (own_chunk < lists.num_q_chunks) {
+    if (own_chunk < lists.num_q_chunks && k_begin < k_end) {
       const int32_t q_begin = own_chunk * kChunkQ;
       const int32_t q_end = smaller(mask.s_q - q_begin, kChunkQ) + q_begin;
       const StepClass all =
-          classify_rows<kForm>(mask, keys, k_begin, tiles.block_k, q_begin, q_end);
+          classify_rows<kForm>(mask, keys, k_begin, k_end, tiles.block_k, q_begin, q_end);
       const int32_t num_rows = smaller(lists.num_q_tiles - own_chunk * 32, 32);
       if (all == StepClass::kFull) own.visited = ~0u >> (32 - num_rows);
       is_open =
@@ -105,7 +90,7 @@ __device__ __forceinline__ void list_visits(const MaskView& mask, const MaskList
         const int32_t q_begin = q_tile_idx * kBlockQ;
         if (!is_dropped(mask, mask_idx, k_begin, q_begin)) {
           const int32_t q_end = smaller(mask.s_q - q_begin, kBlockQ) + q_begin;
-          step = classify_rows<kForm>(mask, keys, k_begin, tiles.block_k, q_begin, q_end);
+          step = classify_rows<kForm>(mask, keys, k_begin, k_end, tiles.block_k, q_begin, q_end);
         }
       }
       const uint32_t visited = __ballot_sync(kWholeWarp, step != StepClass::kSkip);
@@ -142,43 +127,39 @@ __device__ __forceinline__ void list_visits(const MaskView& mask, const MaskList
   tiles.sample_rows[tile_idx] = sample;
 }
 
-// Grid: num_tile_lists * visit_ctas. The first size's warps write the bounds.
+// Grid: num_tile_lists * visit_ctas.
 template <BoundForm kForm>
 __global__ void __launch_bounds__(kVisitThreads)
     visit_kernel(const MaskView mask, const MaskLists lists, const ListGrids grids) {
   const uint32_t size_idx = blockIdx.x / grids.visit_ctas, cta_idx = blockIdx.x % grids.visit_ctas;
   const TileLists& tiles = lists.tiles[size_idx];
   const int64_t tile_idx = int64_t{cta_idx} * kVisitWarps + threadIdx.x / 32;
-  if (cta_idx == 0) {  // the second pass counts there
-    for (int64_t idx = threadIdx.x; idx < grids.num_masks; idx += kVisitThreads) {
-      tiles.shared_rows[idx] = 0;
-    }
-  }
   if (tile_idx < grids.num_masks * tiles.num_k_tiles) {
-    list_visits<kForm>(mask, lists, tiles, tile_idx, size_idx == 0);
+    list_visits<kForm>(mask, lists, tiles, tile_idx, size_idx == 0 || lists.num_border_words > 0);
   }
 }
 
-// --- Second pass: key tiles by length; who visits each row tile ------------------------------------
+// --- Fourth pass: key tiles by length; who visits each row tile ------------------------------------
 // What the key tiles of a list visit. A whole CTA; the result is thread 0's.
-__device__ __forceinline__ VisitSummary summarize(const TileLists& tiles, int64_t tiles_begin) {
+__device__ __forceinline__ VisitSummary summarize(const TileLists& tiles, int64_t mask_idx) {
   __shared__ int32_t smem_sums[5];
   __shared__ unsigned long long smem_steps;
   if (threadIdx.x < 5) smem_sums[threadIdx.x] = 0;
   if (threadIdx.x == 0) smem_steps = 0;
   __syncthreads();
+  const int64_t tiles_begin = mask_idx * tiles.num_k_tiles;
+  const int32_t num_tiles = tiles.num_tiles[mask_idx];
   unsigned long long num_steps = 0;
   int32_t max_steps = 0, max_late_steps = 0;
   int32_t num_visiting = 0, num_apart_up = 0, num_apart_down = 0;
-  for (int32_t idx = threadIdx.x; idx < tiles.num_k_tiles; idx += sm90::kRankThreads) {
+  for (int32_t idx = threadIdx.x; idx < num_tiles; idx += sm90::kRankThreads) {
     const int32_t steps = tiles.tile_steps[tiles_begin + idx];
     num_steps += steps;
     max_steps = larger(max_steps, steps);
-    if (idx >= tiles.num_k_tiles / 2) max_late_steps = larger(max_late_steps, steps);
+    if (idx >= num_tiles / 2) max_late_steps = larger(max_late_steps, steps);
     num_visiting += steps > 0;
     const TilePair own = tiles.sample_rows[tiles_begin + idx];
-    const TilePair next =
-        idx + 1 < tiles.num_k_tiles ? tiles.sample_rows[tiles_begin + idx + 1] : own;
+    const TilePair next = idx + 1 < num_tiles ? tiles.sample_rows[tiles_begin + idx + 1] : own;
     num_apart_up += own.first != next.first;
     num_apart_down += own.last != next.last;
   }
@@ -205,7 +186,8 @@ __device__ __forceinline__ VisitSummary summarize(const TileLists& tiles, int64_
           smem_sums[1],
           smem_sums[2],
           smem_sums[3],
-          smem_sums[4]};
+          smem_sums[4],
+          num_tiles};
 }
 
 __device__ __forceinline__ void order_tiles(const TileLists& tiles, uint32_t cta_idx) {
@@ -214,7 +196,7 @@ __device__ __forceinline__ void order_tiles(const TileLists& tiles, uint32_t cta
   const int64_t tiles_begin = mask_idx * tiles.num_k_tiles;
   const int32_t tile_begin = static_cast<int32_t>(cta_idx % ctas_per_list) * sm90::kRankTiles;
   if (tile_begin == 0) {  // this CTA speaks for its list
-    const VisitSummary summary = summarize(tiles, tiles_begin);
+    const VisitSummary summary = summarize(tiles, mask_idx);
     if (threadIdx.x == 0) tiles.summaries[mask_idx] = summary;
   }
   const int32_t tile_idx = tile_begin + static_cast<int32_t>(threadIdx.x % 32);

@@ -4,6 +4,7 @@
 // depends on the mask and the size of a key tile, on nothing else of a call. Plain C++, tested on the host.
 #pragma once
 
+#include "cuts.h"
 #include "plan.h"
 
 namespace fm3::sm90_bwd {
@@ -32,10 +33,18 @@ struct alignas(8) TilePair {
   int32_t first, last;
 };
 
-// Lists of the key tiles of block_k keys of every mask, num_masks = b * h_mask.
+// Lists of the key tiles of at most block_k keys of every mask, num_masks = b * h_mask. There is room for num_k_tiles
+// of each; those that it does not have (VisitSummary::num_tiles) are empty: begin at s_k, visit nothing.
 struct TileLists {
   int32_t block_k, num_k_tiles;
-  int32_t num_k_words;      // ceil(num_k_tiles / 32)
+  int32_t num_k_words;  // ceil(num_k_tiles / 32)
+  // [num_masks, num_k_tiles + 1] tile t is of keys [k_begins[t], k_begins[t + 1])
+  int32_t* k_begins;
+  int32_t* num_tiles;  // [num_masks]
+  // Rows hidden from each key, everything for what a tile lacks of block_k keys: [num_masks, num_hulls * kHullK], of
+  // tile t from t * block_k on.
+  KeyRows* bounds;
+  int32_t num_hulls;        // ceil(num_k_tiles * block_k / kHullK)
   StepBits* step_bits;      // [num_masks, num_k_tiles, num_q_chunks]
   TilePair* step_chunks;    // [num_masks, num_k_tiles] all visits are in chunks [first, last)
   int32_t* tile_steps;      // [num_masks, num_k_tiles] visited row tiles
@@ -56,9 +65,8 @@ constexpr bool has_lists(int32_t block_k) {
 
 struct MaskLists {
   int32_t num_q_tiles, num_q_chunks;  // ceil(s_q / kBlockQ), ceil(num_q_tiles / 32)
-  int32_t num_hulls;                  // ceil(s_k / kHullK)
-  // Rows hidden from each key, everything for keys past s_k: [num_masks, num_hulls * kHullK].
-  KeyRows* bounds;
+  int32_t num_border_words;           // 4 * ceil(s_k / 128) if tiles may begin at borders, else 0
+  uint32_t* borders;                  // [num_masks, num_border_words] a bit a key
   int32_t num_tile_lists;
   TileLists tiles[kNumBlockKs];
 };
@@ -73,7 +81,8 @@ inline int64_t lists_layout(const MaskView& mask, const int32_t* block_ks, int32
   MaskLists made = {};
   made.num_q_tiles = div_up(mask.s_q, kBlockQ);
   made.num_q_chunks = div_up(made.num_q_tiles, 32);
-  made.num_hulls = div_up(mask.s_k, kHullK);
+  const bool may_cut = max_k_tiles(mask, kBorderKeys) > div_up(mask.s_k, kBorderKeys);
+  made.num_border_words = may_cut ? 4 * div_up(mask.s_k, 128) : 0;
   made.num_tile_lists = num_block_ks;
   int64_t offset = 0;
   const auto take = [&](auto** pointer, int64_t count) {
@@ -81,13 +90,18 @@ inline int64_t lists_layout(const MaskView& mask, const int32_t* block_ks, int32
     *pointer = reinterpret_cast<Element*>(static_cast<char*>(base) + offset);
     offset = sm90::align_up(offset + count * int64_t{sizeof(Element)}, 256);
   };
-  take(&made.bounds, num_masks * made.num_hulls * kHullK);
+  take(&made.borders, num_masks * made.num_border_words);
   for (int32_t idx = 0; idx < num_block_ks; ++idx) {
     TileLists& tiles = made.tiles[idx];
     tiles.block_k = block_ks[idx];
-    tiles.num_k_tiles = div_up(mask.s_k, tiles.block_k);
+    tiles.num_k_tiles = max_k_tiles(mask, tiles.block_k);
     tiles.num_k_words = div_up(tiles.num_k_tiles, 32);
     const int64_t num_tiles = num_masks * tiles.num_k_tiles;
+    take(&tiles.k_begins, num_masks * (tiles.num_k_tiles + 1));
+    take(&tiles.num_tiles, num_masks);
+    tiles.num_hulls = div_up(tiles.num_k_tiles, kHullK / tiles.block_k);
+    tiles.bounds = made.tiles[0].bounds;  // on the grid the same ones for every size
+    if (idx == 0 || may_cut) take(&tiles.bounds, num_masks * tiles.num_hulls * kHullK);
     take(&tiles.step_bits, num_tiles * made.num_q_chunks);
     take(&tiles.step_chunks, num_tiles);
     take(&tiles.tile_steps, num_tiles);

@@ -30,8 +30,7 @@ __device__ __forceinline__ void publish_tile(const KernelArgs& args, Smem<C>& sm
   work_idx = __shfl_sync(kAllLanes, work_idx, 0);
   constexpr int32_t kParts = sizeof(TileInfo) / sizeof(int4);
   int4 part = make_int4(0, 0, 0, -1);
-  if (lane < kParts &&
-      work_idx < args.num_k_tiles * args.shape.b * args.shape.h_q / __ldg(&args.plan->part_heads)) {
+  if (lane < kParts && work_idx < __ldg(&args.plan->num_items)) {
     part = __ldg(reinterpret_cast<const int4*>(args.items + work_idx) + lane);
   }
   ptx::mbar_wait(&smem.tile_empty[tile_pos.slot()], tile_pos.write_parity());
@@ -218,9 +217,9 @@ __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem
         needs_bounds = false;
         if (needs_kv) {
           if constexpr (kServesRemote<C>) {
-            if (tile.k_tile_idx >= args.remote_k_tile && args.ready_rows != nullptr) {
+            if (tile.flags & kItemRemote && args.ready_rows != nullptr) {
               int32_t seen_rows = 0;
-              sm90::wait_rows(args, args.shape.s_k, seen_rows, (tile.k_tile_idx + 1) * C::kBlockK);
+              sm90::wait_rows(args, args.shape.s_k, seen_rows, k_end_of(tile));
             }
           }
           // What V leaves is free first: the next K comes there, where the two change places.
@@ -230,8 +229,8 @@ __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem
             ptx::mbar_arrive_expect_tx(&smem.k_full, Sizes<C>::kKBytes);
             load_panels<C::kBlockK, C::kDim>(ptx::smem_addr(smem.kv + KvPlaces<C>::k(num_kv)),
                                              &args.map_k, ptx::smem_addr(&smem.k_full),
-                                             tile.k_tile_idx * C::kBlockK, tile.h_kv_idx,
-                                             tile.b_idx, ptx::kEvictFirst);
+                                             tile.k_begin, tile.h_kv_idx, tile.b_idx,
+                                             ptx::kEvictFirst);
           }
           __syncwarp();
           ptx::mbar_wait(swaps ? &smem.k_empty : &smem.v_empty, (num_kv & 1) ^ 1);
@@ -239,8 +238,8 @@ __device__ __forceinline__ void run_loader(const KernelArgs& args, Smem<C>& smem
             ptx::mbar_arrive_expect_tx(&smem.v_full, Sizes<C>::kVBytes);
             load_panels<C::kBlockK, C::kDimV>(ptx::smem_addr(smem.kv + KvPlaces<C>::v(num_kv)),
                                               &args.map_v, ptx::smem_addr(&smem.v_full),
-                                              tile.k_tile_idx * C::kBlockK, tile.h_kv_idx,
-                                              tile.b_idx, ptx::kEvictFirst);
+                                              tile.k_begin, tile.h_kv_idx, tile.b_idx,
+                                              ptx::kEvictFirst);
           }
           __syncwarp();
           needs_kv = false;

@@ -28,6 +28,7 @@ struct VisitSummary {
   int32_t num_visiting;    // key tiles that visit anything
   int32_t num_apart_up;    // neighbours that are at different rows after kSampleStep steps,
   int32_t num_apart_down;  // walking up, walking down
+  int32_t num_tiles;       // key tiles
 };
 
 enum Walk : int32_t { kWalkUp = 0, kWalkUpAligned = 1, kWalkDownAligned = 2 };

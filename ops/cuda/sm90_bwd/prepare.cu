@@ -26,13 +26,25 @@ __device__ WorkPlan choose_plan_by_warp(const PlanInput& in, const VisitSummary&
   });
 }
 
+// Key tiles of a list with keys of other ranks, the last ones. A warp.
+__device__ int32_t count_remote_tiles(const KernelArgs& args, int64_t list) {
+  if (args.remote_begin == INT32_MAX) return 0;
+  const int32_t* const k_begins = args.lists.k_begins + list * (args.num_k_tiles + 1);
+  int32_t count = 0;
+  for (int32_t idx = threadIdx.x % 32; idx < args.lists.num_tiles[list]; idx += 32) {
+    count += k_begins[idx + 1] > args.remote_begin;
+  }
+  return __reduce_add_sync(kAllLanes, count);
+}
+
 // choose_remote_plan by a warp, from the first list.
-__device__ RemotePlan choose_remote_by_warp(const KernelArgs& args, const WorkPlan& plan) {
-  RemoteWork work = {args.remote_tiles, 0, 0, 0};
-  if (args.remote_tiles > 0) {
+__device__ RemotePlan choose_remote_by_warp(const KernelArgs& args, const PlanInput& in,
+                                            const WorkPlan& plan, int32_t remote_tiles) {
+  RemoteWork work = {remote_tiles, 0, 0, 0};
+  if (remote_tiles > 0) {
     int32_t remote_steps = 0;
-    for (int32_t idx = threadIdx.x % 32; idx < args.remote_tiles; idx += 32) {
-      const int32_t steps = args.lists.tile_steps[args.num_k_tiles - 1 - idx];
+    for (int32_t idx = threadIdx.x % 32; idx < remote_tiles; idx += 32) {
+      const int32_t steps = args.lists.tile_steps[args.lists.num_tiles[0] - 1 - idx];
       work.max_steps = larger(work.max_steps, steps);
       remote_steps += steps;
     }
@@ -40,39 +52,75 @@ __device__ RemotePlan choose_remote_by_warp(const KernelArgs& args, const WorkPl
     work.remote_steps = __reduce_add_sync(kAllLanes, remote_steps);
     work.own_steps = args.lists.summaries[0].num_steps - work.remote_steps;
   }
-  return choose_remote_plan(args.plan_input, plan, work, args.lead_steps,
-                            args.ready_rows != nullptr);
+  return choose_remote_plan(in, plan, work, args.lead_steps, args.ready_rows != nullptr);
+}
+
+// What decides for all lists. A warp.
+struct ListChoice {
+  PlanInput in;
+  WorkPlan plan;
+  RemotePlan remote;
+  int32_t remote_tiles;
+};
+__device__ ListChoice choose_by_warp(const KernelArgs& args) {
+  const TileLists& lists = args.lists;
+  ListChoice chosen = {args.plan_input, {}, {}, 0};
+  // Lists with fewer key tiles than others have empty ones.
+  int32_t num_tiles = 0;
+  for (int32_t idx = threadIdx.x % 32; idx < args.mask.b * args.mask.h_mask; idx += 32) {
+    num_tiles = larger(num_tiles, lists.num_tiles[idx]);
+  }
+  chosen.in.num_k_tiles = __reduce_max_sync(kAllLanes, num_tiles);
+  // The first list decides the rest.
+  chosen.plan = choose_plan_by_warp(chosen.in, lists.summaries[0]);
+  if (args.max_items >= kMostInWaves) chosen.plan.wave_items = 0;
+  chosen.remote_tiles = count_remote_tiles(args, 0);
+  chosen.remote = choose_remote_by_warp(args, chosen.in, chosen.plan, chosen.remote_tiles);
+  return chosen;
+}
+
+// Warps that write gradients of remote tiles. A warp.
+__device__ int32_t count_sent_warps(const KernelArgs& args) {
+  int32_t count = 0;
+  for (int32_t b_idx = 0; b_idx < args.shape.b && args.sent_word != nullptr; ++b_idx) {
+    // Where an entry has several masks, key tiles are the same ones (max_k_tiles).
+    count += 8 * args.shape.h_kv * count_remote_tiles(args, mask_index(args, b_idx, 0));
+  }
+  return count;
 }
 
 // Head part by head part (batch, kv head, part of its group), so that few heads of the ring are open;
 // heads_together of them take turns. Inside one, the key tiles in the order of the mask's list.
 __device__ __forceinline__ void list_items(const KernelArgs& args, int32_t dq_parts,
                                            int32_t cta_idx, int32_t num_ctas) {
-  __shared__ WorkPlan smem_plan;
-  __shared__ RemotePlan smem_remote;
+  __shared__ ListChoice smem_chosen;
   const TileLists& lists = args.lists;
   if (threadIdx.x < 32) {
-    // The first list decides for all.
-    const WorkPlan chosen = choose_plan_by_warp(args.plan_input, lists.summaries[0]);
-    const RemotePlan remote = choose_remote_by_warp(args, chosen);
-    if (threadIdx.x == 0) smem_plan = chosen, smem_remote = remote;
-    if (threadIdx.x == 0 && cta_idx == 0) *args.plan = chosen;
+    const ListChoice chosen = choose_by_warp(args);
+    if (threadIdx.x == 0) smem_chosen = chosen;
+    if (cta_idx == 0) {
+      const int32_t sent_warps = count_sent_warps(args);
+      const int32_t num_items =
+          args.shape.b * args.shape.h_q / chosen.plan.part_heads * chosen.in.num_k_tiles;
+      if (threadIdx.x == 0) *args.plan = {chosen.plan, num_items, sent_warps};
+    }
   }
   __syncthreads();
-  const WorkPlan plan = smem_plan;
+  const PlanInput& in = smem_chosen.in;
+  const WorkPlan plan = smem_chosen.plan;
+  const int32_t num_k_tiles = in.num_k_tiles, remote_tiles = smem_chosen.remote_tiles;
   const bool same_mask = args.mask.h_mask <= args.shape.h_kv;
   const int32_t num_masks = args.mask.b * args.mask.h_mask;
   for (int32_t idx = cta_idx * kThreads + threadIdx.x; idx < num_masks;
        idx += num_ctas * kThreads) {
-    args.walks[idx] =
-        choose_item_walk(args.plan_input, lists.summaries[idx], plan.is_in_order, same_mask);
+    args.walks[idx] = choose_item_walk(in, lists.summaries[idx], plan.is_in_order, same_mask);
   }
   const int32_t num_head_parts = args.shape.b * args.shape.h_q / plan.part_heads;
   const int32_t work_idx = cta_idx * kThreads + threadIdx.x;
-  if (work_idx >= num_head_parts * args.num_k_tiles) return;
-  const RemotePlan remote = smem_remote;
-  const ItemPlace place = item_place(work_idx, args.num_k_tiles, num_head_parts,
-                                     plan.heads_together, remote, args.remote_tiles);
+  if (work_idx >= num_head_parts * num_k_tiles) return;
+  const RemotePlan remote = smem_chosen.remote;
+  const ItemPlace place =
+      item_place(work_idx, num_k_tiles, num_head_parts, plan.heads_together, remote, remote_tiles);
   const int32_t head_idx = place.head_part / plan.num_parts;  // (batch, kv head)
   const int32_t part = place.head_part % plan.num_parts;
   TileInfo tile = {};
@@ -83,20 +131,20 @@ __device__ __forceinline__ void list_items(const KernelArgs& args, int32_t dq_pa
   tile.h_q_end = tile.h_q_begin + plan.part_heads;
   const int64_t list = mask_index(args, tile.b_idx, h_q_first);  // parts of a head share one order
   const VisitSummary visits = lists.summaries[list];
-  const Walk walk = choose_item_walk(args.plan_input, visits, plan.is_in_order, same_mask);
-  const TileOrder order = choose_order(args.plan_input, visits, plan.is_in_order, walk);
+  const Walk walk = choose_item_walk(in, visits, plan.is_in_order, same_mask);
+  const TileOrder order = choose_order(in, visits, plan.is_in_order, walk);
   const auto tile_at = [&](int32_t rank) {
     if (order == TileOrder::kFirstKeysFirst) return rank;
-    if (order == TileOrder::kLastKeysFirst) return args.num_k_tiles - 1 - rank;
+    if (order == TileOrder::kLastKeysFirst) return num_k_tiles - 1 - rank;
     return lists.by_length[list * args.num_k_tiles + rank];
   };
   const bool is_split = place.head_part >= num_head_parts - remote.split_parts;
   const int32_t num_first = place.head_part < remote.first_parts ? remote.first_tiles : 0;
   // In a fixed order turns follow the list.
-  tile.k_tile_idx = !plan.is_in_order && (is_split || num_first > 0)
-                        ? arranged_tile(place.rank, args.num_k_tiles, args.remote_tiles, num_first,
-                                        is_split, tile_at)
-                        : tile_at(place.rank);
+  tile.k_tile_idx =
+      !plan.is_in_order && (is_split || num_first > 0)
+          ? arranged_tile(place.rank, num_k_tiles, remote_tiles, num_first, is_split, tile_at)
+          : tile_at(place.rank);
   const auto sum_of_masks = [&](int32_t b_idx, int32_t h_q_begin, const int32_t* values,
                                 int64_t stride) {
     int32_t sum = 0;
@@ -108,10 +156,9 @@ __device__ __forceinline__ void list_items(const KernelArgs& args, int32_t dq_pa
   tile.num_steps = sum_of_masks(tile.b_idx, tile.h_q_begin, lists.tile_steps + tile.k_tile_idx,
                                 args.num_k_tiles);
   const bool is_aligned = walk == kWalkUpAligned || walk == kWalkDownAligned;
-  const int32_t wave =
-      plan.is_in_order
-          ? wave_start_parts(args.plan_input, visits, work_idx, place.rank, plan.wave_items)
-          : wave_end(work_idx, num_head_parts * args.num_k_tiles, plan.wave_items);
+  const int32_t wave = plan.is_in_order
+                           ? wave_start_parts(in, visits, work_idx, place.rank, plan.wave_items)
+                           : wave_end(work_idx, num_head_parts * num_k_tiles, plan.wave_items);
   tile.flags = (same_mask && is_aligned ? kItemHeadsInside : 0) |
                (plan.is_in_order ? kItemInOrder : 0) |
                static_cast<uint32_t>(wave) << kItemWaveShift;
@@ -123,10 +170,15 @@ __device__ __forceinline__ void list_items(const KernelArgs& args, int32_t dq_pa
         dq_parts * sum_of_masks(first_row_head / args.shape.h_q, first_row_head % args.shape.h_q,
                                 lists.shared_rows, 1);
   }
-  tile.kv_sum_idx = -1;
+  const int32_t* const k_begins = lists.k_begins + list * (args.num_k_tiles + 1) + tile.k_tile_idx;
+  const int32_t num_keys = k_begins[1] - k_begins[0];
+  tile.k_begin = k_begins[0];
+  tile.flags |= static_cast<uint32_t>(num_keys) << kItemKeysShift;
+  if (num_keys > 0 && k_begins[1] > args.remote_begin) tile.flags |= kItemRemote;
+  const bool is_short = num_keys < lists.block_k && k_begins[1] < args.shape.s_k;
+  tile.kv_sum_idx = is_short ? kShortTile : -1;
   if (plan.num_parts > 1) {
     tile.kv_sum_idx = head_idx % args.kv_sum_heads * args.num_k_tiles + place.rank;
-    tile.kv_counts_before = head_idx / args.kv_sum_heads * (plan.num_parts + 1);
   }
   args.items[work_idx] = tile;
 }

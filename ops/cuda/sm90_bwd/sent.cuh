@@ -15,13 +15,13 @@
 namespace fm3::sm90_bwd {
 
 __device__ __forceinline__ bool is_sent(const KernelArgs& args, const volatile TileInfo& tile) {
-  return tile.k_tile_idx >= args.remote_k_tile && args.sent_word != nullptr;
+  return tile.flags & kItemRemote && args.sent_word != nullptr;
 }
 
 // `num_warps` of the tile's eight have written their rows. One thread, which sees these writes.
 __device__ __forceinline__ void count_sent(const KernelArgs& args, int32_t num_warps) {
   __threadfence();
-  if (add_acq_rel(args.sent_count, num_warps) + num_warps != args.sent_warps) return;
+  if (add_acq_rel(args.sent_count, num_warps) + num_warps != __ldg(&args.plan->sent_warps)) return;
   __threadfence_system();
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(args.sent_word), "r"(args.sent_value)
                : "memory");

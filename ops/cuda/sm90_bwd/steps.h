@@ -7,27 +7,26 @@
 namespace fm3::sm90_bwd {
 
 constexpr int kBlockQ = 64;              // rows of a step
-constexpr int kHullK = sm90::kHullCols;  // bounds are padded to a multiple
+constexpr int kHullK = sm90::kHullCols;  // a mask's bounds are padded to a multiple
 
 using sm90::larger, sm90::smaller;
 
 enum class StepClass { kSkip, kPartial, kFull };
 
-// Class of rows [q_begin, q_end), not empty, for keys [k_begin, k_begin + block_k) with summary `keys`, but
-// for block_mask.
-// Claim:      a SKIP step holds no visible pair, a FULL step no hidden one and no key past s_k.
+// Class of rows [q_begin, q_end), not empty, for keys [k_begin, k_end), not empty, of a tile of block_k with summary
+// `keys`, but for block_mask.
+// Claim:      a SKIP step holds no visible pair, a FULL step no hidden one and block_k keys.
 // Because:    judge calls hidden what every key hides and full what no key hides, for any set of keys.
 // Breaks if:  bounds change after they were summarised.
 // Tested by:  test/unit/test_sm90_bwd_steps.py (brute force)
 template <BoundForm kForm>
 FM3_HOST_DEVICE StepClass classify_rows(const MaskView& mask, const sm90::BoundSummary<kForm>& keys,
-                                        int32_t k_begin, int32_t block_k, int32_t q_begin,
-                                        int32_t q_end) {
-  const int32_t k_end = smaller(k_begin + block_k, mask.s_k);
+                                        int32_t k_begin, int32_t k_end, int32_t block_k,
+                                        int32_t q_begin, int32_t q_end) {
   const sm90::Verdict verdict =
       sm90::judge<kForm, true>(keys, mask, k_begin, k_end, q_begin, q_end);
   if (!verdict.is_visible) return StepClass::kSkip;
-  // Keys past s_k read as zeros, so they score 0 and must be hidden by their bounds.
+  // Keys behind k_end are the next tile's or read as zeros, and must be hidden by their bounds.
   const bool is_full = verdict.is_full && k_end == k_begin + block_k;
   return is_full ? StepClass::kFull : StepClass::kPartial;
 }

@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+// The first two of the four passes that make a mask's lists: where its key tiles begin, if they may leave the grid. Their
+// own test runs them on the host (test/unit/test_sm90_bwd_cuts.py).
+#pragma once
+
+#include "../schedule/list_warp.cuh"
+#include "lists.h"
+
+namespace fm3::sm90_bwd {
+
+using sm90::kWholeWarp;
+constexpr int kVisitWarps = 8, kVisitThreads = kVisitWarps * 32;
+
+// CTAs of the passes; of the last two for each size of key tile as many.
+struct ListGrids {
+  int64_t num_masks;
+  uint32_t border_ctas, cut_ctas;
+  uint32_t visit_ctas;                // key tiles of each size
+  uint32_t order_ctas, visitor_ctas;  // for each size key tiles, then row tiles
+};
+inline ListGrids list_grids(const MaskView& mask, const MaskLists& lists) {
+  const auto div_up = [](int64_t value, int64_t divisor) {
+    return static_cast<uint32_t>((value + divisor - 1) / divisor);
+  };
+  ListGrids grids = {};
+  grids.num_masks = int64_t{mask.b} * mask.h_mask;
+  grids.border_ctas = div_up(grids.num_masks * lists.num_border_words, kVisitWarps);
+  if (grids.border_ctas > 0) {
+    grids.cut_ctas = div_up(grids.num_masks * lists.num_tile_lists, kVisitWarps);
+  }
+  for (int32_t idx = 0; idx < lists.num_tile_lists; ++idx) {
+    const int32_t num_k_tiles = lists.tiles[idx].num_k_tiles;
+    grids.visit_ctas =
+        std::max(grids.visit_ctas, div_up(grids.num_masks * num_k_tiles, kVisitWarps));
+    grids.order_ctas =
+        std::max(grids.order_ctas,
+                 static_cast<uint32_t>(grids.num_masks * div_up(num_k_tiles, sm90::kRankTiles)));
+  }
+  grids.visitor_ctas = static_cast<uint32_t>(grids.num_masks * lists.num_q_chunks);
+  return grids;
+}
+
+// --- First pass: borders of documents --------------------------------------------------------------
+// `bounds`: of the mask of one entry and head.
+__device__ __forceinline__ ShownRows rows_of_key(const MaskView& mask, const int32_t* bounds,
+                                                 int32_t k_idx) {
+  return shown_rows(fold_causal(sm90::hidden_rows(mask, bounds, k_idx), mask.is_causal, mask.s_q),
+                    mask.s_q);
+}
+
+// Neighbours that show no row in common, nor do the 128 keys on either side. A warp 32 keys.
+template <BoundForm kForm>
+__global__ void __launch_bounds__(kVisitThreads)
+    border_kernel(const MaskView mask, const MaskLists lists, const ListGrids grids) {
+  const int64_t word_idx = int64_t{blockIdx.x} * kVisitWarps + threadIdx.x / 32;
+  if (word_idx >= grids.num_masks * lists.num_border_words) return;
+  const int64_t mask_idx = word_idx / lists.num_border_words;
+  const int32_t lane = threadIdx.x % 32;
+  const int32_t k_first = static_cast<int32_t>(word_idx % lists.num_border_words) * 32;
+  const int32_t* const bounds = mask.bounds + mask_idx * mask.s_k * sm90::kNumBounds<kForm>;
+  const auto rows_of = [&](int32_t k_idx) {
+    if (k_idx < 0 || k_idx >= mask.s_k) return ShownRows{mask.s_q, 0};
+    return rows_of_key(mask, bounds, k_idx);
+  };
+  const ShownRows before = rows_of(k_first + lane - 1), own = rows_of(k_first + lane);
+  const bool is_apart = before.end <= own.begin || own.end <= before.begin;
+  // Not between keys that show nothing.
+  const bool is_open = is_apart && before.count() + own.count() > 0 && k_first + lane > 0;
+  uint32_t borders = 0;
+  for (uint32_t open = __ballot_sync(kWholeWarp, is_open); open != 0; open &= open - 1) {
+    const int32_t border = k_first + __ffs(open) - 1;
+    ShownRows sides[2] = {{mask.s_q, 0}, {mask.s_q, 0}};
+#pragma unroll
+    for (int side_idx = 0; side_idx < 2; ++side_idx) {
+      ShownRows& side = sides[side_idx];
+      for (int32_t idx = lane; idx < kBorderKeys; idx += 32) {
+        const ShownRows rows = rows_of(border + (side_idx - 1) * kBorderKeys + idx);
+        side = {smaller(side.begin, rows.begin), larger(side.end, rows.end)};
+      }
+      side.begin = __reduce_min_sync(kWholeWarp, side.begin);
+      side.end = __reduce_max_sync(kWholeWarp, side.end);
+    }
+    if (sides[0].end <= sides[1].begin || sides[1].end <= sides[0].begin) {
+      borders |= open & (~open + 1);
+    }
+  }
+  if (lane == 0) lists.borders[word_idx] = borders;
+}
+
+// --- Second pass: where key tiles begin ------------------------------------------------------------
+// Hands a warp the borders of a mask, a lane each. It looks at 4096 keys at a time and has asked for the next ones.
+class BorderWalk {
+ public:
+  // `found`: 32 words of shared memory, the warp's own.
+  __device__ BorderWalk(const uint32_t* words, int32_t num_words, int32_t s_k, int32_t* found)
+      : words_(words),
+        num_words_(num_words),
+        s_k_(s_k),
+        found_(found),
+        own_(read(0)),
+        ahead_(read(1)) {}
+  // The lane's one of the next borders, ascending; s_k behind the last. That of the last lane comes first the next time.
+  __device__ int32_t next() {
+    const int32_t lane = own_lane();
+    found_[lane] = s_k_;
+    __syncwarp();
+    for (int32_t count = 0; count < 32 && chunk_ * kChunkKeys < s_k_;) {
+      const int32_t lane_begin = chunk_ * kChunkKeys + lane * kLaneKeys;
+      uint32_t kept[kLaneKeys / 32];
+      int32_t own_count = 0;
+#pragma unroll
+      for (int32_t word = 0; word < kLaneKeys / 32; ++word) {
+        const int32_t skipped = from_ - lane_begin - word * 32;  // of the word's keys
+        const uint32_t bits = reinterpret_cast<const uint32_t*>(&own_)[word];
+        kept[word] = skipped <= 0 ? bits : skipped < 32 ? bits & ~0u << skipped : 0;
+        own_count += __popc(kept[word]);
+      }
+      int32_t place = own_count;
+#pragma unroll
+      for (int32_t distance = 1; distance < 32; distance *= 2) {
+        const int32_t before = __shfl_up_sync(kWholeWarp, place, distance);
+        if (lane >= distance) place += before;
+      }
+      const int32_t chunk_count = __shfl_sync(kWholeWarp, place, 31);
+      place += count - own_count;
+#pragma unroll
+      for (int32_t word = 0; word < kLaneKeys / 32; ++word) {
+        for (uint32_t bits = kept[word]; bits != 0 && place < 32; bits &= bits - 1) {
+          found_[place++] = lane_begin + word * 32 + __ffs(bits) - 1;
+        }
+      }
+      count += chunk_count;
+      if (count < 32) own_ = ahead_, ahead_ = read(++chunk_ + 1);
+    }
+    __syncwarp();
+    const int32_t border = found_[lane];
+    from_ = __shfl_sync(kWholeWarp, border, 31);
+    return border;
+  }
+
+ private:
+  static constexpr int32_t kLaneKeys = 128, kChunkKeys = 32 * kLaneKeys;
+  static __device__ int32_t own_lane() { return static_cast<int32_t>(threadIdx.x % 32); }
+  __device__ uint4 read(int32_t chunk) const {
+    const int32_t first = (chunk * 32 + own_lane()) * (kLaneKeys / 32);
+    return first < num_words_ ? *reinterpret_cast<const uint4*>(words_ + first) : uint4{0, 0, 0, 0};
+  }
+  const uint32_t* words_;
+  int32_t num_words_, s_k_;
+  int32_t* found_;
+  int32_t chunk_ = 0, from_ = 0;
+  uint4 own_, ahead_;
+};
+
+// A warp a mask and size of key tile.
+template <BoundForm kForm>
+__global__ void __launch_bounds__(kVisitThreads)
+    cut_kernel(const MaskView mask, const MaskLists lists, const ListGrids grids) {
+  const int64_t idx = int64_t{blockIdx.x} * kVisitWarps + threadIdx.x / 32;
+  if (idx >= grids.num_masks * lists.num_tile_lists) return;
+  const int64_t mask_idx = idx / lists.num_tile_lists;
+  const TileLists& tiles = lists.tiles[idx % lists.num_tile_lists];
+  const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+  const int32_t* const bounds = mask.bounds + mask_idx * mask.s_k * sm90::kNumBounds<kForm>;
+  int32_t* const k_begins = tiles.k_begins + mask_idx * (tiles.num_k_tiles + 1);
+  const auto rows_of = [&](int32_t k_idx) { return rows_of_key(mask, bounds, k_idx); };
+  __shared__ int32_t smem_found[kVisitWarps][32];
+  BorderWalk borders(lists.borders + mask_idx * lists.num_border_words, lists.num_border_words,
+                     mask.s_k, smem_found[threadIdx.x / 32]);
+  // What is read at a border is read for 32 at a time: lists of four 32K sequences take 28 us, 38 with one after the other.
+  const auto visit_borders = [&](auto look) {
+    for (int32_t last = 0; last < mask.s_k;) {
+      const int32_t border = borders.next();
+      const bool is_border = border < mask.s_k;
+      const ShownRows before = rows_of(border - 1);
+      const ShownRows rows = is_border ? rows_of(border) : ShownRows{0, 0};
+      const int32_t cut = is_border ? cut_of(mask.s_k, border, rows, rows_of) : border;
+      // The last lane's is but the end of the one before.
+      const int32_t count = smaller(__popc(__ballot_sync(kWholeWarp, is_border)), 31);
+      for (int32_t idx = 0; idx < count; ++idx) {
+        look(__shfl_sync(kWholeWarp, cut, idx), __shfl_sync(kWholeWarp, border, idx + 1),
+             __shfl_sync(kWholeWarp, rows.count(), idx),
+             __shfl_sync(kWholeWarp, before.count(), idx + 1));
+      }
+      last = __shfl_sync(kWholeWarp, border, 31);
+    }
+  };
+  const int32_t num_tiles = cut_tiles(mask.s_k, tiles.block_k, tiles.num_k_tiles, visit_borders,
+                                      [&](int32_t first, int32_t k_begin, int32_t count) {
+                                        for (int32_t tile = lane; tile < count; tile += 32) {
+                                          k_begins[first + tile] = k_begin + tile * tiles.block_k;
+                                        }
+                                      });
+  for (int32_t tile = num_tiles + lane; tile <= tiles.num_k_tiles; tile += 32) {
+    k_begins[tile] = mask.s_k;
+  }
+  if (lane == 0) tiles.num_tiles[mask_idx] = num_tiles;
+}
+
+}  // namespace fm3::sm90_bwd

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where key tiles begin. On a grid of block_k keys a tile over the border of two documents visits the rows of both, so
+// tiles may begin at borders, where that saves steps. Of the benchmark's masks (on the grid = 1): causal document 0.988,
+// 0.973 and 0.993 at 8K, 32K and 128K, document 1, 0.977, 0.994, share question 0.971, 0.959, 0.990, prefix document
+// 0.987, 0.970, 0.994, the others 1. With three steps more a tile the best cuts of all take 1.2 % fewer of the 32K share
+// question, 0.6 of the 8K prefix document and at most 0.2 elsewhere; of bidirectional documents of up to 500 keys, 2 to 10.
+#pragma once
+
+#include "steps.h"
+
+namespace fm3::sm90_bwd {
+
+constexpr int kBorderKeys = 128;  // on either side of a border, what it is judged by
+// What a cut must save: a tile more takes three steps, and the borders behind it lie elsewhere in their tiles.
+constexpr float kCutSteps = 4;
+
+// Key tiles that there can be of any mask: those of the grid and a few more.
+inline int32_t most_k_tiles(int32_t s_k, int32_t block_k) {
+  const auto on_grid = static_cast<int32_t>((int64_t{s_k} + block_k - 1) / block_k);
+  return on_grid + on_grid / 16 + 1;
+}
+
+// Cuts take 10 to 33 us where lists are made, so masks of fewer pairs stay on the grid: of one sequence those below 16K,
+// of 8K those of fewer than four. The lists do not know how many heads will save steps; with 8, so small a backward
+// saves about as much. Sanitizers, whose masks are small, and tests on the host have -DFM3_CUT_ALL_SIZES.
+#ifdef FM3_CUT_ALL_SIZES
+constexpr int64_t kCutPairs = 0;
+#else
+constexpr int64_t kCutPairs = int64_t{1} << 28;
+#endif
+
+// Key tiles that its lists have room for.
+inline int32_t max_k_tiles(const MaskView& mask, int32_t block_k) {
+  // block_mask is on the grid; without bounds there are no documents; heads of one item may have masks of their own.
+  const bool may_cut = mask.block_mask == nullptr && mask.form != BoundForm::kNone &&
+                       mask.h_mask == 1 &&
+                       int64_t{mask.s_q} * mask.s_k >= kCutPairs / larger(mask.b, 1);
+  return may_cut ? most_k_tiles(mask.s_k, block_k)
+                 : static_cast<int32_t>((int64_t{mask.s_k} + block_k - 1) / block_k);
+}
+
+// From the first row that a key shows to behind the last one; begin >= end if it shows none.
+struct ShownRows {
+  int32_t begin, end;
+  FM3_HOST_DEVICE int32_t count() const { return larger(end - begin, 0); }
+};
+FM3_HOST_DEVICE ShownRows shown_rows(const TwoIntervals& hidden, int32_t s_q) {
+  ShownRows rows = {0, s_q};
+  for (int32_t round = 0; round < 2; ++round) {  // one interval may continue the other
+    if (hidden.ut_begin <= rows.begin) rows.begin = larger(rows.begin, hidden.ut_end);
+    if (hidden.lt_begin <= rows.begin) rows.begin = larger(rows.begin, hidden.lt_end);
+    if (hidden.lt_end >= rows.end) rows.end = smaller(rows.end, hidden.lt_begin);
+    if (hidden.ut_end >= rows.end) rows.end = smaller(rows.end, hidden.ut_begin);
+  }
+  return rows.begin < rows.end ? rows : ShownRows{s_q, 0};
+}
+
+// Where a tile is cut for the sake of `border`. If key after key begins at later rows, at the row tile where the border's
+// rows begin: the keys from there on visit no other one, and the tiles behind it begin at row tiles, too.
+template <class RowsOf>
+FM3_HOST_DEVICE int32_t cut_of(int32_t s_k, int32_t border, const ShownRows& rows, RowsOf rows_of) {
+  const int32_t inside = rows.begin % kBlockQ, earlier = border - inside;
+  if (inside == 0 || earlier <= 0) return border;
+  const bool are_later = rows_of(smaller(border + kBlockQ, s_k) - 1).begin > rows.begin;
+  return are_later && rows_of(earlier).begin >= rows.begin - inside ? earlier : border;
+}
+
+// Steps that a cut saves where a tile would reach `over` keys beyond it, of block_k, and the next border is `length`
+// keys away. The first key shows `first_rows` rows, the last one `last_rows`, those between decreasingly many.
+FM3_HOST_DEVICE float saved_steps(int32_t block_k, int32_t over, int32_t length, int32_t first_rows,
+                                  int32_t last_rows) {
+  if (length <= over) return 0;  // many short documents share a tile
+  const int32_t num_cut = (length + block_k - 1) / block_k;
+  const int32_t num_uncut = (length - over + block_k - 1) / block_k;
+  const float fewer = 1.f * larger(first_rows - last_rows, 0) / length;  // rows from key to key
+  // Uncut, one tile more has all rows; then either as many tiles as cut that begin `over` keys later, or one less.
+  const float rows = num_uncut == num_cut ? first_rows - fewer * over * num_cut
+                                          : fewer * (block_k - over) * (num_cut - 1);
+  return rows / kBlockQ;
+}
+
+// Cuts the keys into tiles of at most block_k. visit_borders(look): look(cut, end, first_rows, last_rows) of each border in
+// ascending order: where it would be cut, the next border (s_k if there is none), rows that its first key shows, and the
+// last one before `end`. emit(first, begin, count): tiles first, ... begin at begin, begin + block_k, ... Returns their
+// number. A warp's lanes go through it together.
+// Claim:      there are at most max_tiles tiles, if the grid has no more.
+// Because:    a cut is made only if the tiles before it and the grid behind it fit.
+// Breaks if:  borders do not come in ascending order.
+// Tested by:  test/unit/test_sm90_bwd_cuts.py
+template <class VisitBorders, class Emit>
+FM3_HOST_DEVICE int32_t cut_tiles(int32_t s_k, int32_t block_k, int32_t max_tiles,
+                                  VisitBorders visit_borders, Emit emit) {
+  const auto tiles_of = [&](int32_t keys) { return keys / block_k + (keys % block_k > 0); };
+  int32_t begin = 0, num_tiles = 0;
+  visit_borders([&](int32_t cut, int32_t end, int32_t first_rows, int32_t last_rows) {
+    if (cut <= begin || (cut - begin) % block_k == 0) return;
+    const int32_t over = block_k - (cut - begin) % block_k;
+    const int32_t num_before = num_tiles + tiles_of(cut - begin);
+    if (num_before + tiles_of(s_k - cut) > max_tiles) return;
+    if (saved_steps(block_k, over, end - cut, first_rows, last_rows) < kCutSteps) return;
+    emit(num_tiles, begin, num_before - num_tiles);
+    begin = cut, num_tiles = num_before;
+  });
+  emit(num_tiles, begin, tiles_of(s_k - begin));
+  return num_tiles + tiles_of(s_k - begin);
+}
+
+}  // namespace fm3::sm90_bwd

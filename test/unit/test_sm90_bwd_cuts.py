@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the Hopper backward's key tiles begin: its own kernels on the host against the rule in plain words, on what dense
+masks and lengths of documents say."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bwd_lists_support import BLOCK_KS, BLOCK_Q, CUT_ALL_SIZES, build, compile_library
+
+from paddle_fm3.testing.cases import benchmark_case
+from paddle_fm3.testing.native_call import NativeMask
+from paddle_fm3.testing.reference import visible_plane
+
+BORDER_KEYS, CUT_STEPS = 128, 4
+KINDS = ("causal", "bidirectional")
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return compile_library(tmp_path_factory.mktemp("lists"), CUT_ALL_SIZES)
+
+
+def room(s_k: int, block_k: int) -> int:
+    on_grid = -(-s_k // block_k)
+    return on_grid + on_grid // 16 + 1
+
+
+def borders_of(visible: np.ndarray) -> list[int]:
+    """Keys before which nothing is shared: neither by the two neighbours nor by the 128 keys on either side."""
+    rows = [np.flatnonzero(column) for column in visible.T]
+    found = []
+    for key in range(1, len(rows)):
+        if len(rows[key - 1]) + len(rows[key]) == 0:
+            continue
+        sides = (rows[key - 1 : key], rows[key : key + 1]), (
+            rows[max(key - BORDER_KEYS, 0) : key], rows[key : key + BORDER_KEYS])  # fmt: skip
+        if all(are_apart(np.concatenate(one), np.concatenate(other)) for one, other in sides):
+            found.append(key)
+    return found
+
+
+def are_apart(one: np.ndarray, other: np.ndarray) -> bool:
+    return not len(one) or not len(other) or one.max() < other.min() or other.max() < one.min()
+
+
+def wanted_begins(borders: list[int], first: np.ndarray, num_rows: np.ndarray, block_k: int) -> list[int]:
+    """`first`, `num_rows`: of the one run of rows that each key shows."""
+    s_k = len(first)
+    begins, begin = [], 0
+    for border, end in zip(borders, [*borders, s_k][1:], strict=True):
+        cut, row_tile = border, first[border] // BLOCK_Q * BLOCK_Q
+        earlier = border - (first[border] - row_tile)
+        is_falling = first[min(border + BLOCK_Q - 1, s_k - 1)] > first[border]
+        if earlier > 0 and is_falling and first[earlier] >= row_tile:
+            cut = earlier
+        before, length = list(range(begin, cut, block_k)), end - cut
+        over = before[-1] + block_k - cut if before else 0  # keys beyond the cut in the tile that holds it
+        if over == 0 or over >= length:
+            continue
+        if len(begins) + len(before) + -(-(s_k - cut) // block_k) > room(s_k, block_k):
+            continue
+        fewer = max(int(num_rows[border]) - int(num_rows[end - 1]), 0) / length  # rows from key to key
+        rows_at = [num_rows[border] - fewer * key for key in range(length)]
+        saved = num_rows[border] + sum(rows_at[over::block_k]) - sum(rows_at[::block_k])
+        if saved < CUT_STEPS * BLOCK_Q - 1e-3:
+            continue
+        begins += before
+        begin = cut
+    return begins + list(range(begin, s_k, block_k))
+
+
+def documents(lengths: list[int], kind: str, s_k: int) -> tuple[NativeMask, np.ndarray]:
+    """Packed documents, keys behind them hidden; the mask and its bounds [s_k, n]."""
+    begins = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+    ends = np.repeat(np.cumsum(lengths), lengths)
+    hidden = s_k - len(ends)
+    ends, begins = np.append(ends, [0] * hidden), np.append(begins, [s_k] * hidden)
+    columns = [ends] if kind == "causal" else [ends, begins]
+    bounds = np.stack(columns, -1).astype(np.int32)
+    return NativeMask.from_bounds(bounds[None, None], kind == "causal", s_k, None), bounds
+
+
+def draw_lengths(draw: np.random.Generator, s: int, most: int) -> list[int]:
+    lengths = []
+    while sum(lengths) < s:
+        lengths.append(min(int(draw.integers(1, most)), s - sum(lengths)))
+    return lengths
+
+
+def test_begins_follow_the_rule(library: ctypes.CDLL) -> None:
+    draw, num_cuts = np.random.default_rng(5), 0
+    for idx in range(48):
+        s, kind, block_k = int(draw.integers(1, 2600)), KINDS[idx % 2], BLOCK_KS[idx // 2 % 2]
+        lengths = draw_lengths(draw, s - min(s - 1, idx % 3 * 100), int(draw.choice([40, 700, 1500])))
+        mask, bounds = documents(lengths, kind, s)
+        lists = build(library, mask, block_k)
+        visible = visible_plane(bounds, kind == "causal", s, s)
+        first = np.where(visible.any(0), visible.argmax(0), s)
+        wanted = wanted_begins(borders_of(visible), first, visible.sum(0), block_k)
+        assert lists.k_begins[0, : lists.num_tiles[0]].tolist() == wanted
+        num_cuts += sum(begin % block_k > 0 for begin in wanted)
+    assert num_cuts > 40
+
+
+@pytest.mark.parametrize(("kind", "block_k"), [("causal", 128), ("bidirectional", 128), ("bidirectional", 64)])
+def test_more_borders_than_a_warp_has_lanes(library: ctypes.CDLL, kind: str, block_k: int) -> None:
+    """Documents a little shorter than their tiles: most borders are worth a cut, far behind the first 31 of them, too."""
+    draw = np.random.default_rng(3)
+    lengths = (draw.integers(5, 14, 120) * 64 - draw.integers(1, 9, 120)).tolist()
+    ends, s = np.cumsum(lengths), sum(lengths)
+    mask, bounds = documents(lengths, kind, s)
+    first = np.arange(s) if kind == "causal" else bounds[:, 1]
+    wanted = wanted_begins(ends[:-1].tolist(), first, bounds[:, 0] - first, block_k)
+    lists = build(library, mask, block_k)
+    assert lists.k_begins[0, : lists.num_tiles[0]].tolist() == wanted
+    assert sum(np.diff(wanted[np.searchsorted(wanted, ends[64]) :]) < block_k) > 5
+
+
+def steps_on_grid(bounds: np.ndarray, is_causal: bool, s: int, block_k: int) -> int:
+    first, last = np.arange(s) if is_causal else bounds[:, 1], bounds[:, 0] - 1
+    tiles = [slice(begin, begin + block_k) for begin in range(0, s, block_k)]
+    return int(sum(last[tile].max() // BLOCK_Q - first[tile].min() // BLOCK_Q + 1 for tile in tiles))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("most", [60, 500, 4000])
+def test_cuts_save_steps(library: ctypes.CDLL, kind: str, most: int) -> None:
+    draw = np.random.default_rng(most)
+    for _ in range(4):
+        mask, bounds = documents(draw_lengths(draw, 16384, most), kind, 16384)
+        lists, on_grid = build(library, mask, 128), steps_on_grid(bounds, kind == "causal", 16384, 128)
+        steps = int(lists.steps.sum())
+        assert steps <= on_grid
+        if most == 60:
+            assert lists.num_tiles[0] == 128  # short documents share tiles
+        if most == 4000:
+            assert steps < 0.99 * on_grid
+
+
+def test_cuts_end_where_the_room_ends(library: ctypes.CDLL) -> None:
+    s = 65_536
+    mask, _ = documents([321] * (s // 321) + [s % 321], "bidirectional", s)
+    lists = build(library, mask, 128)
+    assert lists.num_tiles[0] == room(s, 128) == lists.visited.shape[1]
+    sizes = np.diff(lists.k_begins[0])
+    assert (sizes[:100] < 128).any() and (sizes[-100:-1] == 128).all()
+
+
+def test_masks_that_stay_on_the_grid(library: ctypes.CDLL) -> None:
+    _, bounds = documents([1100, 900], "causal", 2000)
+    tiles = np.ones((1, 1, 16, 16), np.int32)
+    on_grid = np.minimum(np.arange(17) * 128, 2000)
+    shared = bounds.copy()
+    shared[1080] = 2000
+    masks = {
+        "a key of the first document shows the second one": NativeMask.from_bounds(
+            shared[None, None], True, 2000, None
+        ),
+        "cut": NativeMask.from_bounds(bounds[None, None], True, 2000, None),
+        "two masks of an entry": NativeMask.from_bounds(np.stack([bounds, bounds])[None], True, 2000, None),
+        "block_mask": NativeMask.from_bounds(bounds[None, None], True, 2000, tiles),
+        "no bounds": NativeMask.without_bounds(True, 1, 2000, 2000),
+    }
+    for name, mask in masks.items():
+        lists = build(library, mask, 128)
+        is_cut = not np.array_equal(lists.k_begins[0, : lists.num_tiles[0] + 1], on_grid)
+        assert is_cut == (name == "cut"), name
+
+
+def test_small_masks_stay_on_the_grid(tmp_path: Path) -> None:
+    """Three sequences of 8K do, four do not, nor does one of 16K."""
+    library = compile_library(tmp_path)
+    for b, s, is_cut in ((3, 8192, False), (4, 8192, True), (1, 16_384, True), (1, 16_320, False)):
+        bounds = documents([321] * (s // 321) + [s % 321], "bidirectional", s)[1]
+        mask = NativeMask.from_bounds(np.stack([bounds[None]] * b), False, s, None)
+        lists = build(library, mask, 128)
+        assert lists.visited.shape[1] == (room(s, 128) if is_cut else -(-s // 128))
+        assert (lists.num_tiles > -(-s // 128)).all() == is_cut
+        if not is_cut:
+            np.testing.assert_array_equal(lists.k_begins, [[*range(0, s, 128), s]] * b)
+
+
+def test_entries_are_cut_apart(library: ctypes.CDLL) -> None:
+    parts = [documents(lengths, "causal", 2000)[1] for lengths in ([1100, 900], [2000], [1000, 100, 900])]
+    lists = build(library, NativeMask.from_bounds(np.stack(parts)[:, None], True, 2000, None), 128)
+    for idx, bounds in enumerate(parts):
+        alone = build(library, NativeMask.from_bounds(bounds[None, None], True, 2000, None), 128)
+        np.testing.assert_array_equal(lists.k_begins[idx], alone.k_begins[0])
+        np.testing.assert_array_equal(lists.visited[idx], alone.visited[0])
+    assert len(set(lists.num_tiles.tolist())) > 1
+
+
+@pytest.mark.parametrize("name", ["32k_causal_document", "32k_document", "32k_share_question"])
+def test_benchmark_masks_take_fewer_steps(library: ctypes.CDLL, name: str) -> None:
+    """On the grid: 6444, 12264 and 4721."""
+    raw = benchmark_case(name).build_mask()
+    one = np.ascontiguousarray(raw.startend_row_indices[:1, :1])
+    lists = build(library, NativeMask.from_bounds(one, raw.causal, one.shape[2], None), 128)
+    wanted = {"32k_causal_document": 6268, "32k_document": 11981, "32k_share_question": 4529}[name]
+    assert lists.steps.sum() == wanted
