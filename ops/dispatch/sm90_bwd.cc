@@ -54,7 +54,7 @@ std::string check_lists(const MaskView& mask, int32_t block_k) {
     return std::string(name) + "=" + std::to_string(value) + "; the sm90 backward serves up to " +
            std::to_string(most);
   };
-  constexpr int64_t kMost = UINT16_MAX;  // grid axes; visitors of a row tile
+  constexpr int64_t kMost = kMostTiles;
   const int64_t num_masks = int64_t{mask.b} * mask.h_mask;
   if (num_masks > kMost || mask.b > kMost) return at_most("b * h_mask", num_masks, kMost);
   if (div_up(mask.s_q, kBlockQ) > kMost) return at_most("s_q", mask.s_q, kMost * kBlockQ);

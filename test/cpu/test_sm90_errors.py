@@ -239,6 +239,13 @@ def test_backward_schedule_bytes_stay_small(library: ctypes.CDLL) -> None:
     assert library.fm3_sm90_bwd_schedule_bytes(ctypes.byref(mask)) < 11 << 19  # 5.5 MiB
 
 
+def test_the_longest_masks_have_lists_on_the_grid(library: ctypes.CDLL) -> None:
+    """With room for tiles that begin at documents there would be more of them than there may be."""
+    for s_k in (64 * 61_680, 64 * 65_535):
+        params = make_bwd_params(s_k=s_k, d_qk=256, d_v=256)
+        assert library.fm3_sm90_bwd_workspace_bytes(ctypes.byref(params)) > 0, library.fm3_sm90_last_error()
+
+
 @pytest.mark.parametrize("h_kv", [8, 1])
 def test_a_backward_s_workspace_does_not_depend_on_the_mask(library: ctypes.CDLL, h_kv: int) -> None:
     """Beside prepared lists: its sums, which stay zeros (zero_sums), lie where those of another mask are looked for."""

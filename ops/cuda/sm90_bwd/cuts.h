@@ -14,6 +14,8 @@ constexpr int kBorderKeys = 128;  // on either side of a border, what it is judg
 // What a cut must save: a tile more takes three steps, and the borders behind it lie elsewhere in their tiles.
 constexpr float kCutSteps = 4;
 
+constexpr int32_t kMostTiles = UINT16_MAX;  // of a list: a grid axis, and visitors of a row tile
+
 // Key tiles that there can be of any mask: those of the grid and a few more.
 inline int32_t most_k_tiles(int32_t s_k, int32_t block_k) {
   const auto on_grid = static_cast<int32_t>((int64_t{s_k} + block_k - 1) / block_k);
@@ -35,8 +37,10 @@ inline int32_t max_k_tiles(const MaskView& mask, int32_t block_k) {
   const bool may_cut = mask.block_mask == nullptr && mask.form != BoundForm::kNone &&
                        mask.h_mask == 1 &&
                        int64_t{mask.s_q} * mask.s_k >= kCutPairs / larger(mask.b, 1);
-  return may_cut ? most_k_tiles(mask.s_k, block_k)
-                 : static_cast<int32_t>((int64_t{mask.s_k} + block_k - 1) / block_k);
+  const int32_t most = most_k_tiles(mask.s_k, block_k);
+  return may_cut && most <= kMostTiles
+             ? most
+             : static_cast<int32_t>((int64_t{mask.s_k} + block_k - 1) / block_k);
 }
 
 // From the first row that a key shows to behind the last one; begin >= end if it shows none.
