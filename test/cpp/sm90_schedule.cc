@@ -23,9 +23,10 @@ void build(const MaskView& mask, const ScheduleView& schedule) {
                        schedule, sizes.tile_order_ctas);
 }
 
-// Classes of the granules of query tiles [tile_begin, tile_begin + num_tiles), from single columns.
+// Classes of the columns and granules of query tiles [tile_begin, tile_begin + num_tiles), from single
+// columns.
 struct Granules {
-  std::vector<bool> is_visible, is_full;
+  std::vector<bool> is_visible, is_full, shows, is_clear;  // of granules, of columns
 };
 Granules granules_of(const MaskView& mask, int32_t list_idx, int32_t tile_begin,
                      int32_t num_tiles) {
@@ -35,7 +36,9 @@ Granules granules_of(const MaskView& mask, int32_t list_idx, int32_t tile_begin,
   const int32_t q_begin = tile_begin * kTileQ;
   const int32_t q_end = std::min(q_begin + num_tiles * kTileQ, mask.s_q);
   const int32_t count = num_hulls * (kHullCols / kGranuleCols);
-  Granules granules = {std::vector<bool>(count, false), std::vector<bool>(count, true)};
+  Granules granules = {std::vector<bool>(count, false), std::vector<bool>(count, true),
+                       std::vector<bool>(count * kGranuleCols, false),
+                       std::vector<bool>(count * kGranuleCols, false)};
   for (int32_t k_idx = 0; k_idx < count * kGranuleCols; ++k_idx) {
     int32_t num_kept = 0;
     for (int32_t tile = tile_begin; tile < tile_begin + num_tiles; ++tile) {
@@ -48,10 +51,28 @@ Granules granules_of(const MaskView& mask, int32_t list_idx, int32_t tile_begin,
     }
     const HiddenRows rows = num_kept == 0 ? HiddenRows{} : hidden_rows(mask, bounds, k_idx);
     const int32_t idx = k_idx / kGranuleCols;
-    if (num_kept > 0 && !covers(rows, q_begin, q_end)) granules.is_visible[idx] = true;
-    if (num_kept < num_tiles || touches(rows, q_begin, q_end)) granules.is_full[idx] = false;
+    granules.shows[k_idx] = num_kept > 0 && !covers(rows, q_begin, q_end);
+    granules.is_clear[k_idx] = num_kept == num_tiles && !touches(rows, q_begin, q_end);
+    if (granules.shows[k_idx]) granules.is_visible[idx] = true;
+    if (!granules.is_clear[k_idx]) granules.is_full[idx] = false;
   }
   return granules;
+}
+
+// The shift of a single tile's list.
+int32_t shift_of(const MaskView& mask, const Granules& granules) {
+  if (mask.block_mask != nullptr || mask.s_k > kSectionGranules * kGranuleCols) return 0;
+  const auto& visible = granules.is_visible;
+  const auto first = std::find(visible.begin(), visible.end(), true);
+  const auto gap = std::find(first, visible.end(), false);
+  if (first == visible.end() || std::find(gap, visible.end(), true) != visible.end()) return 0;
+  const auto begin = static_cast<int32_t>(first - visible.begin()) * kGranuleCols;
+  int32_t shift = 0;
+  while (!granules.shows[begin + shift]) ++shift;
+  for (int32_t col = shift; col < kGranuleCols; ++col) {
+    if (!granules.is_clear[begin + col]) return 0;
+  }
+  return shift;
 }
 
 }  // namespace
@@ -81,24 +102,27 @@ void schedule_offsets(const MaskView* mask, int64_t* offsets) {
   *offsets = view.max_spans;
 }
 
-// Spans of one query tile, or of the pair that begins with it, as `packed` holds them; their number.
-int32_t plain_spans(const MaskView* mask, int32_t list_idx, int32_t q_tile_idx, int32_t is_pair,
-                    uint32_t* packed, int32_t capacity) {
+// Spans of one query tile, or of the pair that begins with it, as `packed` holds them; the head of
+// their list.
+uint32_t plain_spans(const MaskView* mask, int32_t list_idx, int32_t q_tile_idx, int32_t is_pair,
+                     uint32_t* packed, int32_t capacity) {
   const Granules granules = granules_of(*mask, list_idx, q_tile_idx, is_pair ? 2 : 1);
   const auto num_granules = static_cast<int32_t>(granules.is_visible.size());
   const int32_t length = item_cols(is_pair) / kGranuleCols;
+  const int32_t shift = is_pair ? 0 : shift_of(*mask, granules);
   struct Open {
     int32_t begin, count, is_full;
   };
   std::vector<Open> spans;
-  int32_t last = 0;  // where the last item begins
+  int32_t last = 0;           // where the last item begins
+  bool is_first = shift > 0;  // then its first granule counts from the shift on
   for (int32_t at = 0; at < num_granules;) {
     if (!granules.is_visible[at]) {
       ++at;
       continue;
     }
     bool is_full = true;
-    for (int32_t idx = at; idx < at + length; ++idx) {
+    for (int32_t idx = is_first ? at + 1 : at; idx < at + length + (shift > 0 ? 1 : 0); ++idx) {
       is_full = is_full && idx < num_granules && granules.is_full[idx];
     }
     const bool is_long =  // then the next section's first item begins a new span
@@ -110,12 +134,13 @@ int32_t plain_spans(const MaskView* mask, int32_t list_idx, int32_t q_tile_idx, 
     } else {
       spans.push_back({at, 1, is_full});
     }
-    last = at, at += length;
+    last = at, at += length, is_first = false;
   }
   if (spans.empty()) spans.push_back({0, 1, false});
   bool ends_short = spans.size() > 1 || spans.back().count > 1;
-  for (int32_t at = last + kShortItemCols / kGranuleCols; at < num_granules; ++at) {
-    if (granules.is_visible[at]) ends_short = false;
+  const int32_t last_begin = last * kGranuleCols + shift;
+  for (int32_t col = last_begin + kShortItemCols; col < num_granules * kGranuleCols; ++col) {
+    if (granules.shows[col]) ends_short = false;
   }
   for (int32_t idx = 0; idx < std::min<int32_t>(spans.size(), capacity); ++idx) {
     const bool is_last = idx + 1 == static_cast<int32_t>(spans.size());
@@ -123,7 +148,7 @@ int32_t plain_spans(const MaskView* mask, int32_t list_idx, int32_t q_tile_idx, 
                              is_last && ends_short)
                       .packed;
   }
-  return static_cast<int32_t>(spans.size());
+  return ListHead::make(static_cast<int32_t>(spans.size()), shift).packed;
 }
 
 }  // extern "C"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -21,7 +22,7 @@ from gpu_support import (  # noqa: E402
 )
 
 from paddle_fm3 import _native  # noqa: E402
-from paddle_fm3.testing.cases import AttentionCase, benchmark_case, resized  # noqa: E402
+from paddle_fm3.testing.cases import AttentionCase, RawMask, benchmark_case, resized  # noqa: E402
 from paddle_fm3.testing.gpu_call import GpuMask, Sm90, Sm90Error, visible_rows  # noqa: E402
 from paddle_fm3.testing.gpu_reference import reference_head, relative_error  # noqa: E402
 from paddle_fm3.testing.hostile_cases import HOSTILE_CASES, hostile_case  # noqa: E402
@@ -114,6 +115,25 @@ def test_a_spoilt_value_reaches_the_rows_that_see_it_and_no_other(sm90: Sm90, ki
         assert torch.equal(~out[0, :, h_idx].isfinite(), is_spoilt)
         kept = out[0, :, h_idx][~is_spoilt].float() - clean[0, :, h_idx][~is_spoilt].float()
         assert kept.norm() <= 5e-3 * clean[0, :, h_idx].float().norm()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("first", range(16))
+def test_items_begin_where_documents_do(sm90: Sm90, first: int, causal: bool) -> None:
+    """A document behind `first` tokens. Its items reach over its end: by as much further as they begin later."""
+    lengths = [x for x in (first, 300, 700 - first) if x]
+    end = np.cumsum(lengths)
+    bounds = np.stack([np.repeat(end, lengths), np.repeat(end - lengths, lengths)][: 1 if causal else 2], axis=-1)
+    raw = RawMask(bounds[None, None].astype(np.int32), causal)
+    case = AttentionCase(f"behind_{first}", 1, 1000, 1000, 2, 1, 128, 128, build_mask=lambda: raw)
+    inputs, mask = make_inputs(case, torch.bfloat16)
+    got = sm90.forward(inputs.q, inputs.k, inputs.v, mask)
+    check_forward(case.name, inputs, mask, got)
+    spoilt = inputs.v.clone()
+    spoilt[0, 320 : 320 + first] = float("nan")  # of the next document, in two items that begin at `first`
+    out, _ = sm90.forward(inputs.q, inputs.k, spoilt, mask)
+    unseeing, clean = out[0, : first + 300].float(), got[0][0, : first + 300].float()  # they see none of it
+    assert bool(unseeing.isfinite().all()) and (unseeing - clean).norm() <= 5e-3 * clean.norm()
 
 
 def test_prepared_schedule_and_strided_inputs_change_nothing(sm90: Sm90) -> None:

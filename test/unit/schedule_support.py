@@ -38,9 +38,18 @@ def mask_of(case: AttentionCase) -> NativeMask:
 class Lists:
     """Of single query tiles, or of pairs of them."""
 
-    order: np.ndarray  # int32 [b * h_mask, count, 2]: tile, number of spans
-    costs: np.ndarray  # int32 [b * h_mask, count, 2]: items, spans
+    order: np.ndarray  # int32 [b * h_mask, count, 2]: tile, head of its list
+    costs: np.ndarray  # int32 [b * h_mask, count, 2]: items, head of the list
     spans: np.ndarray  # uint32 [b * h_mask, count, max_spans], packed
+
+    @property
+    def num_spans(self) -> np.ndarray:
+        return self.costs[:, :, 1] & (1 << 28) - 1
+
+    @property
+    def shifts(self) -> np.ndarray:
+        """By how many columns a list's items begin later than its spans say."""
+        return self.costs[:, :, 1] >> 28 & 15
 
 
 def build(library: ctypes.CDLL, mask: NativeMask) -> np.ndarray:
@@ -76,9 +85,13 @@ def unpack(packed: np.ndarray) -> Spans:
     return [(int(x >> 12) * 16, int(x >> 2 & 1023), bool(x & 1), bool(x & 2)) for x in packed]
 
 
-def plain_spans(library: ctypes.CDLL, mask: NativeMask, list_idx: int, entry: int, *, is_pair: bool) -> np.ndarray:
+def plain_spans(
+    library: ctypes.CDLL, mask: NativeMask, list_idx: int, entry: int, *, is_pair: bool
+) -> tuple[np.ndarray, int]:
+    """Spans of a list, packed, and its head."""
     packed = np.empty(mask.s_k // library.item_cols(0) + 3, np.uint32)
     view = mask.view
     address = packed.ctypes.data_as(ctypes.c_void_p)
     tile = 2 * entry if is_pair else entry
-    return packed[: library.plain_spans(ctypes.byref(view), list_idx, tile, int(is_pair), address, len(packed))]
+    head = library.plain_spans(ctypes.byref(view), list_idx, tile, int(is_pair), address, len(packed))  # int32
+    return packed[: head & (1 << 28) - 1], head

@@ -44,15 +44,13 @@ def check_build(library: ctypes.CDLL, mask: NativeMask, entries: list[int] | Non
         num_lists, count, max_spans = one.spans.shape
         for list_idx in range(num_lists):
             for entry in range(count) if entries is None else [entry for entry in entries if entry < count]:
-                wanted = plain_spans(library, mask, list_idx, entry, is_pair=bool(is_pair))
+                wanted, head = plain_spans(library, mask, list_idx, entry, is_pair=bool(is_pair))
                 assert len(wanted) < max_spans, "no room for the end"
                 found = one.spans[list_idx, entry, : len(wanted)]
                 where = f"list {list_idx}, {'pair' if is_pair else 'tile'} {entry}"
                 assert unpack(found) == unpack(wanted), where
                 assert one.spans[list_idx, entry, len(wanted)] == 0, f"{where}: the end is missing"
-                assert one.costs[list_idx, entry].tolist() == [sum(span[1] for span in unpack(wanted)), len(wanted)], (
-                    where
-                )
+                assert one.costs[list_idx, entry].tolist() == [sum(span[1] for span in unpack(wanted)), head], where
             items = one.costs[list_idx, :, 0]
             dearest_first = np.lexsort((np.arange(count), -items))
             assert one.order[list_idx, :, 0].tolist() == dearest_first.tolist()
@@ -75,16 +73,17 @@ def planes(raw: RawMask, s_q: int, s_k: int) -> np.ndarray:
     )
 
 
-def check_spans(spans: Spans, visible: np.ndarray, item_cols: int) -> None:
+def check_spans(spans: Spans, visible: np.ndarray, item_cols: int, shift: int = 0) -> None:
     """`visible`: rows of one query tile or of a pair of them, [rows, s_k]."""
     assert spans, "a tile needs at least one span"
     covered = np.zeros(visible.shape[1] + item_cols, bool)
     end = 0
-    for k_begin, count, is_full, ends_short in spans:
+    for idx, (granule_begin, count, is_full, ends_short) in enumerate(spans):
+        k_begin = granule_begin + shift
         assert count >= 1 and k_begin >= end, f"spans overlap or descend: {spans}"
         end = k_begin + count * item_cols
         if ends_short:
-            assert (k_begin, count) == spans[-1][:2] and (count > 1 or len(spans) > 1), (
+            assert idx == len(spans) - 1 and (count > 1 or len(spans) > 1), (
                 f"SHORT, but not the last of several: {spans}"
             )
             end -= item_cols - SHORT_COLS
@@ -108,9 +107,9 @@ def test_hostile_masks(library: ctypes.CDLL, case) -> None:
     mask = mask_of(case)
     for is_pair, one in enumerate(check_build(library, mask)):
         rows = TILE_Q * (1 + is_pair)
-        for (list_idx, entry), num_spans in np.ndenumerate(one.costs[:, :, 1]):
-            seen = visible[list_idx, entry * rows : (entry + 1) * rows]
-            check_spans(unpack(one.spans[list_idx, entry, :num_spans]), seen, library.item_cols(is_pair))
+        for (list_idx, entry), num_spans in np.ndenumerate(one.num_spans):
+            seen, shift = visible[list_idx, entry * rows : (entry + 1) * rows], int(one.shifts[list_idx, entry])
+            check_spans(unpack(one.spans[list_idx, entry, :num_spans]), seen, library.item_cols(is_pair), shift)
 
 
 def random_mask(rng: np.random.Generator, form: tuple[bool, int], idx: int) -> NativeMask:
@@ -138,6 +137,83 @@ def test_random_masks(library: ctypes.CDLL, form: tuple[bool, int]) -> None:
     rng = np.random.default_rng(form[1] + 10 * form[0])
     for idx in range(40):
         check_build(library, random_mask(rng, form, idx))
+
+
+def documents(lengths: list[int], *, causal: bool) -> tuple[RawMask, int]:
+    """Documents of `lengths` tokens, one behind the other, and their sum."""
+    ends = np.cumsum(lengths)
+    end, begin = np.repeat(ends, lengths), np.repeat(ends - lengths, lengths)
+    bounds = np.stack([end] if causal else [end, begin], axis=1)[None, None]
+    return RawMask(bounds.astype(np.int32), causal), int(ends[-1])
+
+
+def check_raw(library: ctypes.CDLL, raw: RawMask, s_q: int, s_k: int) -> Lists:
+    """Compares with the plain lists and with the dense mask; returns the lists of single tiles."""
+    visible = planes(raw, s_q, s_k)
+    mask = NativeMask.from_bounds(raw.startend_row_indices, raw.causal, s_q, raw.block_mask)
+    tiles, _ = check_build(library, mask)
+    for list_idx, entry in np.ndindex(tiles.num_spans.shape):
+        spans = unpack(tiles.spans[list_idx, entry, : tiles.num_spans[list_idx, entry]])
+        seen, shift = visible[list_idx, entry * TILE_Q : (entry + 1) * TILE_Q], int(tiles.shifts[list_idx, entry])
+        check_spans(spans, seen, library.item_cols(0), shift)
+        if shift:
+            first = int(seen.any(0).argmax())
+            assert first == spans[0][0] + shift and seen[:, first : first // 16 * 16 + 16].all()
+            with pytest.raises(AssertionError):
+                check_spans(spans, seen, library.item_cols(0), shift + 1)
+    return tiles
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_items_begin_where_documents_do(library: ctypes.CDLL, causal: bool) -> None:
+    """At every offset modulo 16: no step is masked for the columns before a document alone."""
+    lengths = [433] * 17  # each begins a column later than the one before
+    raw, s = documents(lengths, causal=causal)
+    tiles, begins, ends = check_raw(library, raw, s, s), set(), np.cumsum(lengths)
+    for begin, end in zip(ends - lengths, ends, strict=True):
+        for entry in range(-(-begin // TILE_Q), end // TILE_Q):  # tiles that lie in the document
+            assert tiles.shifts[0, entry] == begin % 16
+            shown = (entry * TILE_Q if causal else end) - begin  # to all rows
+            if shown >= 160 + 16:
+                assert unpack(tiles.spans[0, entry])[0][0] == begin // 16 * 16 and unpack(tiles.spans[0, entry])[0][2]
+                begins.add(int(begin) % 16)
+    assert begins == set(range(16))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents_of_any_length(library: ctypes.CDLL, causal: bool) -> None:
+    """One key or a thousand, keys no multiple of 16; then the same with gaps and with a block mask."""
+    rng, num_shifted = np.random.default_rng(causal), 0
+    for _ in range(12):
+        lengths = rng.choice([1, 2, 15, 100, 300, 1000], 6) + rng.integers(0, 17, 6)
+        raw, s = documents(lengths.tolist(), causal=causal)
+        num_shifted += np.count_nonzero(check_raw(library, raw, s, s).shifts)
+        bounds = raw.startend_row_indices
+        assert bounds is not None
+        for hidden in (rng.random(s) < 0.02, np.arange(s) // 40 % 7 == 3):  # these keys nobody sees
+            holes = np.where(hidden[:, None], 0 if causal else [s, s], bounds[0, 0])[None, None].astype(np.int32)
+            check_raw(library, RawMask(holes, causal), s, s)
+        kept = (rng.random((1, 1, -(-s // 128), -(-s // 128))) < 0.7).astype(np.int32)
+        assert not check_raw(library, RawMask(bounds, causal, kept), s, s).shifts.any(), "not with a block mask"
+    assert num_shifted > 20
+
+
+@pytest.mark.parametrize(("end", "is_short"), [(320 + 80 + 13, True), (320 + 80 + 14, False)])
+def test_the_last_item_is_short_by_columns(library: ctypes.CDLL, end: int, is_short: bool) -> None:
+    """Also where a shifted one ends in the middle of a granule; a list with a gap is not shifted."""
+    key = np.arange(600)
+    is_seen = (key >= 13) & (key < end)  # by all rows
+    for gap, shift, wanted in (
+        (slice(0), 13, [(0, 2, True, False), (320, 1, False, is_short)]),
+        (slice(208, 224), 0, [(0, 3, False, False)]),
+    ):
+        shown = is_seen.copy()
+        shown[gap] = False
+        bounds = np.where(shown, 130, 0)[None, None, :, None].astype(np.int32)
+        tiles = check_raw(library, RawMask(np.concatenate([bounds, 0 * bounds], axis=3), False), 130, 600)
+        for entry in range(2):
+            assert tiles.shifts[0, entry] == shift
+            assert unpack(tiles.spans[0, entry, : tiles.num_spans[0, entry]]) == wanted
 
 
 @pytest.mark.parametrize("is_island", [True, False], ids=["islands", "holes"])
@@ -172,7 +248,7 @@ def test_lists_of_several_sections(library: ctypes.CDLL, form: tuple[bool, int] 
 def test_causal_list_is_as_short_as_can_be(library: ctypes.CDLL) -> None:
     tiles, _ = check_build(library, NativeMask.without_bounds(True, 1, 4096, 4096))
     for q_tile_idx in range(32):
-        spans = unpack(tiles.spans[0, q_tile_idx, : tiles.costs[0, q_tile_idx, 1]])
+        spans = unpack(tiles.spans[0, q_tile_idx, : tiles.num_spans[0, q_tile_idx]])
         columns = (q_tile_idx + 1) * TILE_Q
         assert sum(span[1] for span in spans) == -(-columns // library.item_cols(0))
         assert sum(count for _, count, is_full, _ in spans if not is_full) <= 2
@@ -187,7 +263,7 @@ def test_a_lost_or_moved_span_is_noticed(library: ctypes.CDLL) -> None:
     mask = NativeMask.from_bounds(bounds, raw.causal, 8192)
     visible = visible_plane(bounds[0, 0], raw.causal, 8192, 8192)[5 * TILE_Q : 6 * TILE_Q]
     tiles, _ = check_build(library, mask)
-    spans = unpack(tiles.spans[0, 5, : tiles.costs[0, 5, 1]])
+    spans = unpack(tiles.spans[0, 5, : tiles.num_spans[0, 5]])
     check_spans(spans, visible, library.item_cols(0))
     k_begin, count, *_ = spans[0]
     for broken in (

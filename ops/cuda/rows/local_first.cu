@@ -21,8 +21,8 @@ __global__ void __launch_bounds__(32) local_first_kernel(ScheduleView schedule, 
   const int32_t lane = threadIdx.x;
   const auto is_local = [&](const QueryTileEntry& entry) {
     const Span* spans = lists.spans + (list_begin + entry.q_tile_idx) * schedule.max_spans;
-    const Span last = spans[entry.num_spans - 1];
-    return last.k_begin() + last.count() * item_cols <= k_end;
+    const Span last = spans[entry.list.num_spans() - 1];
+    return last.k_begin() + entry.list.shift() + last.count() * item_cols <= k_end;
   };
   int32_t num_local = 0;
   for (int32_t base = 0; base < lists.count; base += 32) {
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(32) local_first_kernel(ScheduleView schedule, 
   int32_t next_local = 0, next_remote = num_local;
   for (int32_t base = 0; base < lists.count; base += 32) {
     const bool is_tile = base + lane < lists.count;
-    const QueryTileEntry entry = is_tile ? order[base + lane] : QueryTileEntry{0, 1};
+    const QueryTileEntry entry = is_tile ? order[base + lane] : QueryTileEntry{0, {1}};
     const bool is_first = is_tile && is_local(entry);
     const uint32_t locals = __ballot_sync(kAllLanes, is_first);
     const uint32_t remotes = __ballot_sync(kAllLanes, is_tile && !is_first);

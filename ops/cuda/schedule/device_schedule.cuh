@@ -4,7 +4,7 @@
 // tile, are in a blob of their own (sm90_bwd/lists.h), by the same rules.
 //
 // One blob of bytes, addressed through `ScheduleView`:
-//   order   per (b, h_mask): the query tiles, dearest first, each with its number of spans
+//   order   per (b, h_mask): the query tiles, dearest first, each with the head of its list
 //   spans   per (b, h_mask, query tile): the key columns the forward visits, ascending
 //   totals  how much all tiles visit
 //   hulls, granules   min and max of the bounds of 128 and of 16 key columns; scratch of the build
@@ -21,7 +21,7 @@ namespace fm3::sm90 {
 
 constexpr int32_t kTileQ = 128;       // query rows of one forward work tile
 constexpr int32_t kHullCols = 128;    // key columns of one hull; = kBlockMaskTile
-constexpr int32_t kGranuleCols = 16;  // an item may begin at any multiple of this
+constexpr int32_t kGranuleCols = 16;  // an item begins at a multiple of this, or shifted (ListHead)
 // Key columns of one item; README.md has the figures of other widths. Wide heads take an item of a
 // single tile in two steps, which needs a multiple of 32.
 constexpr int32_t kTileItemCols = 160, kPairItemCols = 176;
@@ -30,10 +30,10 @@ constexpr int64_t kMaxLists = 0x7FFFFFFF / 256;  // b * h_mask: a grid of so man
 constexpr int32_t kNever = 0x7FFFFFFF;  // the begin of an empty interval
 
 // `count` items of kTileItemCols or kPairItemCols columns each, the first at column
-// granule * kGranuleCols. A FULL item shows all its columns to all rows of the query tile (or pair);
-// others are computed with mask bits. Items of one list are disjoint, ascending and cover every
-// column that is not SKIP. The last item of a list of several is SHORT if it shows nothing past its
-// first kShortItemCols columns.
+// granule * kGranuleCols plus the list's shift (ListHead). A FULL item shows all its columns to
+// all rows of the query tile (or pair); others are computed with mask bits. Items of one list are
+// disjoint, ascending and cover every column that is not SKIP. The last item of a list of several is
+// SHORT if it shows nothing past its first kShortItemCols columns.
 constexpr int32_t kShortItemCols = kTileItemCols / 2;
 constexpr int32_t kSpanCountBits = 10, kSpanGranuleBits = 20;
 constexpr int32_t kMaxSpanItems = (1 << kSpanCountBits) - 1;
@@ -52,13 +52,33 @@ struct Span {
   FM3_HOST_DEVICE bool is_full() const { return packed & 1; }
 };
 
+// What those who walk a list must know of it. Documents begin anywhere: where all rows of a tile see
+// the end of its first visible granule, from column `shift` on, and none what comes before, all its items
+// begin later by `shift`, so that the first can be FULL. Lists with a gap, with a block mask, of more
+// than one section (list_warp.cuh) or of pairs are not shifted.
+struct ListHead {
+  uint32_t packed;                      // [shift | num_spans]
+  static constexpr int kShiftBits = 4;  // shift < kGranuleCols
+  FM3_HOST_DEVICE static ListHead make(int32_t num_spans, int32_t shift) {
+    return {static_cast<uint32_t>(shift) << (32 - kShiftBits) | static_cast<uint32_t>(num_spans)};
+  }
+  // >= 1: a tile that sees nothing visits one item whose bits are all hidden
+  FM3_HOST_DEVICE int32_t num_spans() const {
+    return static_cast<int32_t>(packed & (0xFFFFFFFF >> kShiftBits));
+  }
+  FM3_HOST_DEVICE int32_t shift() const {
+    return static_cast<int32_t>(packed >> (32 - kShiftBits));
+  }
+};
+
 struct QueryTileEntry {
   int32_t q_tile_idx;
-  int32_t num_spans;  // >= 1: a tile that sees nothing visits one item whose bits are all hidden
+  ListHead list;
 };
 
 struct alignas(8) TileCost {
-  int32_t items, spans;
+  int32_t items;
+  ListHead list;
 };
 
 // Lists of single query tiles, or of pairs of neighbouring ones.

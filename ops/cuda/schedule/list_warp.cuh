@@ -114,13 +114,14 @@ struct ListWords {
   }
 
   // By a whole warp, the lanes with neighbouring words of one block. full, full_after: bits of FULL
-  // granules of the word and of the next one.
+  // granules of the word and of the next one. An item of a shifted list reaches into one more granule.
   __device__ __forceinline__ void set(int32_t word, uint32_t word_visible, uint32_t word_full,
-                                      uint32_t full_after, ItemLength length) {
+                                      uint32_t full_after, ItemLength length, bool is_shifted) {
     const int32_t lane = threadIdx.x % 32;
     uint64_t run = uint64_t{full_after} << 32 | word_full;
     run &= run >> 1, run &= run >> 2, run &= run >> 4;
-    const auto item_full = static_cast<uint32_t>(run & run >> (length.granules - 8));
+    const int32_t item_granules = length.granules + (is_shifted ? 1 : 0);
+    const auto item_full = static_cast<uint32_t>(run & run >> (item_granules - 8));
     visible[word] = word_visible, full[word] = item_full;
     const WordKind own = kind(word_visible, item_full);
     const auto before =
@@ -159,17 +160,20 @@ class ListWarp {
     }
   }
 
-  __device__ __forceinline__ TileCost finish() {
+  // ends_early: the last visible granule shows nothing from column `shift` on: all that it shows
+  // belongs to the granule before it.
+  __device__ __forceinline__ TileCost finish(int32_t shift, bool ends_early) {
     if (num_items_ == 0) {  // sees nothing: one item, all of it hidden
       open_ = 0, end_ = length_.granules << 2, num_items_ = num_spans_ = 1;
     }
     if (lane_ == 0) {
-      const int32_t num_hidden = (end_ >> 2) - 1 - last_visible_;  // granules at the list's end
+      // Granules at the last item's end that it need not show.
+      const int32_t num_hidden = (end_ >> 2) - 1 - last_visible_ + (ends_early ? 1 : 0);
       write(num_spans_ - 1, open_, end_,
             num_items_ > 1 && length_.granules - num_hidden <= kShortItemCols / kGranuleCols);
       spans_[num_spans_] = Span::make(0, 0, false, false);  // the end, for those who read on
     }
-    return {num_items_, num_spans_};
+    return {num_items_, ListHead::make(num_spans_, shift)};
   }
 
  private:

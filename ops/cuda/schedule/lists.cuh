@@ -39,6 +39,8 @@ __global__ void __launch_bounds__(kListThreads, 2)
       judge.judge_columns(hull_begin);
       __syncthreads();
     }
+    judge.find_begins();
+    __syncthreads();
     judge.make_words(num_words);
     __syncthreads();
     if (has_list) {
@@ -46,7 +48,8 @@ __global__ void __launch_bounds__(kListThreads, 2)
     }
   }
   if (has_list) {
-    const TileCost cost = maker.finish();
+    const ListBegin begin = is_pair ? ListBegin{} : smem.begins[entry - 2 * pair_begin];
+    const TileCost cost = maker.finish(begin.shift, begin.ends_early);
     if (threadIdx.x % 32 == 0) lists.costs[out] = cost;
   }
 }

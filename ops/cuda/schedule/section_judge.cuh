@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the query tiles of a CTA see of each granule of columns: from the summaries of hulls, of granules
-// where hulls leave it open, of single columns where granules do.
+// where hulls leave it open, of single columns where granules do. And by how much a list is shifted.
 #pragma once
 
 #include "list_warp.cuh"
@@ -20,12 +20,20 @@ constexpr int32_t kTileBits = kGranulesPerHull;
 static_assert(kTilesPerCta * kTileBits <= 32);
 FM3_HOST_DEVICE uint32_t tile_bits(int32_t tile) { return 0xFFu << tile * kTileBits; }
 
+// Where a tile's list begins.
+struct ListBegin {
+  int32_t shift;    // ListHead
+  int32_t granule;  // the first visible one, if shift > 0
+  bool ends_early;  // ListWarp::finish
+};
+
 struct ListSmem {
   // Of a section's hulls and the four after it, which its last items reach into.
   alignas(16) uint32_t visible[kSectionHulls + kHullsPerWord];
   alignas(16) uint32_t full[kSectionHulls + kHullsPerWord];
   alignas(16) uint32_t kept[kSectionHulls + kHullsPerWord];  // by the block mask
   int32_t num_hulls, num_granules;                           // open ones
+  ListBegin begins[kTilesPerCta];
   uint16_t hulls[kSectionHulls + kHullsPerWord];
   union {
     uint16_t granules[(kSectionHulls + kHullsPerWord) * kGranulesPerHull];
@@ -201,6 +209,18 @@ class SectionJudge {
     }
   }
 
+  // A warp a tile.
+  __device__ __forceinline__ void find_begins() {
+    const int32_t tile = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (tile >= kTilesPerCta) return;
+    ListBegin begin = {0, 0, false};
+    if (kForm != BoundForm::kNone && tile < num_tiles_ && num_hulls_ <= kSectionHulls &&
+        tile_masks_ == nullptr) {
+      find_begin(tile, begin);
+    }
+    if (lane == 0) smem_.begins[tile] = begin;
+  }
+
   // Block `warp % kSectionBlocks` of the lists of pair `warp / kSectionBlocks`.
   __device__ __forceinline__ void make_words(int32_t num_words) {
     const int32_t warp = threadIdx.x / 32;
@@ -243,11 +263,16 @@ class SectionJudge {
     const ItemLength pair_length(kPairItemCols), tile_length(kTileItemCols);
     lists[0].set(word, (visible[0] | visible[1]) & (kept[0] | kept[1]),
                  full[0] & full[1] & kept[0] & kept[1],
-                 full_after[0] & full_after[1] & kept_after[0] & kept_after[1], pair_length);
+                 full_after[0] & full_after[1] & kept_after[0] & kept_after[1], pair_length, false);
 #pragma unroll
     for (int32_t tile = 0; tile < 2; ++tile) {
+      const ListBegin& begin = smem_.begins[2 * pair + tile];
+      const bool is_shifted = begin.shift > 0;
+      if (is_shifted && begin.granule / kWordGranules == word) {  // full from the shift on
+        full[tile] |= 1u << begin.granule % kWordGranules;
+      }
       lists[1 + tile].set(word, visible[tile] & kept[tile], full[tile] & kept[tile],
-                          full_after[tile] & kept_after[tile], tile_length);
+                          full_after[tile] & kept_after[tile], tile_length, is_shifted);
     }
   }
 
@@ -258,6 +283,35 @@ class SectionJudge {
   __device__ __forceinline__ int32_t row_end(int32_t tile) const {
     return min(row_begin(tile) + kTileQ, mask_.s_q);
   }
+  // Of a tile's list, if it is shifted.
+  __device__ __forceinline__ void find_begin(int32_t tile, ListBegin& begin) const {
+    const int32_t lane = threadIdx.x % 32;
+    int32_t first = kNever, last = -1, count = 0;  // visible granules
+    for (int32_t word = lane; word * kHullsPerWord < num_hulls_; word += 32) {
+      const uint32_t visible = gather(smem_.visible + word * kHullsPerWord, tile);
+      if (visible == 0) continue;
+      if (first == kNever) first = word * kWordGranules + __ffs(visible) - 1;
+      last = word * kWordGranules + 31 - __clz(visible), count += __popc(visible);
+    }
+    first = __reduce_min_sync(kWholeWarp, first), last = __reduce_max_sync(kWholeWarp, last);
+    count = __reduce_add_sync(kWholeWarp, count);
+    // Behind a gap an item would begin too late.
+    if (count == 0 || count != last - first + 1) return;
+    // Half a warp a granule, a column a lane.
+    const int32_t k_idx = (lane < kGranuleCols ? first : last) * kGranuleCols + lane % kGranuleCols;
+    HiddenRows rows{};
+    if (k_idx < mask_.s_k) rows = hidden_rows(mask_, bounds_, k_idx);
+    const int32_t q_begin = row_begin(tile), q_end = row_end(tile);
+    const uint32_t shown =
+        __ballot_sync(kWholeWarp, k_idx < mask_.s_k && !covers(rows, q_begin, q_end));
+    const uint32_t clear =
+        __ballot_sync(kWholeWarp, k_idx < mask_.s_k && !touches(rows, q_begin, q_end));
+    constexpr uint32_t kAll = (1u << kGranuleCols) - 1;
+    const int32_t shift = __ffs(shown) - 1;  // the first granule shows something
+    if ((clear & kAll) >> shift != kAll >> shift) return;
+    begin = {shift, first, shown >> (kGranuleCols + shift) == 0};
+  }
+
   // Byte `byte` of four neighbours.
   __device__ __forceinline__ static uint32_t gather(const uint32_t* hulls, int32_t byte) {
     const uint4 words = *reinterpret_cast<const uint4*>(hulls);

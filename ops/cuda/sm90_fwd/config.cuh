@@ -98,7 +98,8 @@ struct FwdConfig {
   // Breaks if: K is given back earlier, or V is loaded before K of the next step.
   // Tested by: test/unit/test_sm90_fwd_protocol.py.
   struct Tile {
-    int32_t q_tile_idx, h_idx, b_idx, num_spans;  // num_spans 0: no more tiles
+    int32_t q_tile_idx, h_idx, b_idx;
+    ListHead list;  // no spans: no more tiles
   };
 
   // What the loader keeps of the step whose V it has not copied yet; registers are scarce there, too.

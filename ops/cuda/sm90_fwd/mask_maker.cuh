@@ -60,7 +60,7 @@ class MaskMaker {
       __syncwarp();
       if (ptx::arrives(lane_ == 0)) ptx::mbar_arrive(&smem_.tile_empty[tile_pos.slot]);
       tile_pos.next();
-      if (tile.num_spans == 0) return;
+      if (tile.list.num_spans() == 0) return;
       make_tile(tile);
     }
   }
@@ -78,13 +78,13 @@ class MaskMaker {
                                     args_.schedule.num_hulls;
     const Span* spans = tile_spans<Config>(args_, tile);
     uint32_t packed = 0;
-    for (int32_t span_idx = 0; span_idx < tile.num_spans; ++span_idx) {
-      if (span_idx % 32 == 0) packed = fetch_spans(spans, tile.num_spans, span_idx);
+    for (int32_t span_idx = 0; span_idx < tile.list.num_spans(); ++span_idx) {
+      if (span_idx % 32 == 0) packed = fetch_spans(spans, tile.list.num_spans(), span_idx);
       const Span span = {__shfl_sync(kAllLanes, packed, span_idx % 32)};
       if (span.is_full()) continue;
       for (int32_t step = 0; step < steps_of<Config>(span); ++step) {
         make_step(bounds, block_row, tile.q_tile_idx * kTileQ,
-                  span.k_begin() + step * Config::kCols);
+                  span.k_begin() + tile.list.shift() + step * Config::kCols);
       }
     }
   }

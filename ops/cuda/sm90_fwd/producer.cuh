@@ -44,27 +44,27 @@ class Loader {
     int32_t span_idx = 0, num_steps = 0, k_begin = 0, flags = 0;  // num_steps: left of the span
     int32_t phase = 1;                                            // of the next claim
     while (true) {
-      if (num_steps == 0 && span_idx == tile.num_spans && phase == kClaimPhases) {
+      if (num_steps == 0 && span_idx == tile.list.num_spans() && phase == kClaimPhases) {
         tile = smem_.tile[tile_pos_.slot];
         tile_pos_.next();
-        if (tile.num_spans == 0) break;
+        if (tile.list.num_spans() == 0) break;
         packed = next_spans_;
         span_idx = 0, phase = 0;
       }
-      if (num_steps == 0 && span_idx < tile.num_spans) {
+      if (num_steps == 0 && span_idx < tile.list.num_spans()) {
         if (span_idx != 0 && span_idx % 32 == 0) {
-          packed = fetch_spans(tile_spans<Config>(args_, tile), tile.num_spans, span_idx);
+          packed = fetch_spans(tile_spans<Config>(args_, tile), tile.list.num_spans(), span_idx);
         }
         const Span span = {__shfl_sync(kAllLanes, packed, span_idx % 32)};
         num_steps = steps_of<Config>(span);
-        k_begin = span.k_begin();
+        k_begin = span.k_begin() + tile.list.shift();
         flags = (span_idx == 0 ? Config::kFirst : 0) | (span.is_full() ? 0 : Config::kPartial);
         if (Config::kShortCols < Config::kCols && span.ends_short()) flags |= Config::kShort;
         ++span_idx;
       }
       if (num_steps > 0) {
         --num_steps;
-        const bool is_last = num_steps == 0 && span_idx == tile.num_spans;
+        const bool is_last = num_steps == 0 && span_idx == tile.list.num_spans();
         load_step(tile, k_begin, is_last ? flags | Config::kLast : flags & ~Config::kShort);
         flags &= ~Config::kFirst;
         k_begin += Config::kCols;
@@ -88,7 +88,7 @@ class Loader {
       const int32_t tile_id = receive_claim();
       ptx::mbar_wait_warp(&smem_.tile_empty[tile_pos_.slot], tile_pos_.parity ^ 1);
       const SpanLists& lists = team_lists<Config>(args_);
-      next_entry_ = {0, 0};
+      next_entry_ = {0, {0}};
       if (tile_id < args_.b * (args_.h_q / Config::kTeamHeads) * lists.count) {
         const TilePlace place = locate_tile<Config>(args_, tile_id);
         if (is_issuer_)
@@ -99,13 +99,13 @@ class Loader {
     } else {
       if (is_issuer_) {
         next.q_tile_idx = next_entry_.q_tile_idx * Config::kTeamTiles + member(Config::kTeamTiles);
-        next.num_spans = next_entry_.num_spans;
+        next.list = next_entry_.list;
         ptx::mbar_arrive(&smem_.tile_full[tile_pos_.slot]);
       }
       __syncwarp();
-      if (next_entry_.num_spans > 0) {
+      if (next_entry_.list.num_spans() > 0) {
         const Tile tile = next;
-        next_spans_ = fetch_spans(tile_spans<Config>(args_, tile), tile.num_spans, 0);
+        next_spans_ = fetch_spans(tile_spans<Config>(args_, tile), tile.list.num_spans(), 0);
         if (is_issuer_) prefetch_q(tile);
         if constexpr (Config::kQSlots > 2) load_q(tile, 0);
       }

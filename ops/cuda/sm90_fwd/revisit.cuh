@@ -131,10 +131,12 @@ __device__ __noinline__ bool has_spoilt_value(const FwdArgs& args, int32_t b_idx
                 (list_idx * args.schedule.num_q_tiles + q_tile_idx) * args.schedule.num_hulls;
   const T* v = static_cast<const T*>(args.v) + b_idx * args.stride_v.b +
                h_idx / (args.h_q / args.h_kv) * args.stride_v.h;  // [s_k, d_v]
-  const Span* spans = tile_spans<Config>(args, {q_tile_idx, h_idx, b_idx, 0});
+  const Span* spans = tile_spans<Config>(args, {q_tile_idx, h_idx, b_idx, {0}});
   for (; spans->count() > 0; ++spans) {
     if (spans->is_full()) continue;
-    const int32_t k_end = min(spans->k_begin() + spans->count() * Config::kItemCols, mask.s_k);
+    // With any shift: a column too many costs time only.
+    const int32_t k_end =
+        min(spans->k_begin() + spans->count() * Config::kItemCols + kGranuleCols - 1, mask.s_k);
     for (int32_t k_begin = spans->k_begin(); k_begin < k_end; k_begin += 32) {
       const int32_t k_idx = k_begin + lane;
       float trace = 0.0f;  // NaN if a value is not finite
