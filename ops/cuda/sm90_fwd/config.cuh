@@ -53,6 +53,9 @@ struct FwdConfig {
   static constexpr int kProducerRegs = kTeamHeads == 2 ? 56 : 40;
   static constexpr int kConsumerRegs = kTeamHeads == 2 ? 224 : 232;
 
+  // Softmax's blocks of exponentials as they are written: 2 to 4 % of cycles at 64, +0.8 in the mean at 128.
+  static constexpr bool kHoldsBlocks = kHeadQk <= 64;
+
   static constexpr int kPanelCols = 64;  // 128 bytes: one swizzle row
   static constexpr int kPanelsQk = (kHeadQk + kPanelCols - 1) / kPanelCols;
   static constexpr int kPanelsV = (kHeadV + kPanelCols - 1) / kPanelCols;

@@ -144,8 +144,8 @@ class Consumer {
       softmax.follow_maximum(acc_s);
       stream.has_reference = softmax.has_reference();
     }
-    const bool is_good =
-        softmax.template exponentiate<T>(acc_s, reg_p, is_search, args_.needs_prescale, [&]() {
+    const bool is_good = softmax.template exponentiate<T, Config::kHoldsBlocks>(
+        acc_s, reg_p, is_search, args_.needs_prescale, [&]() {
           finish_pv(acc_o);
           if (is_search) {
             if (is_new_tile) {
