@@ -82,6 +82,7 @@ class FwdParams(_Struct):
         ("ready_rows", ctypes.c_void_p),  # uint32 word, or None
         ("ready_status", ctypes.c_void_p),  # uint32 word
         ("ready_timeout_us", ctypes.c_int64),
+        ("tile_counter", ctypes.c_void_p),  # sm90: int32 word that is 0 when the kernel starts, or None
     ]
 
 
@@ -141,6 +142,24 @@ class RowRun(_Struct):
 
 class KeyTileSummary(_Struct):
     _fields_ = [("hidden_runs", RowRun * MAX_RUNS), ("clear_runs", RowRun * MAX_RUNS)]
+
+
+STRUCTS: tuple[type[ctypes.Structure], ...] = (
+    MaskView, Strides, Shape, FwdParams, BwdParams, BwdSchedule, RowRun, KeyTileSummary,
+)  # fmt: skip
+
+
+def misfits(library: ctypes.CDLL, prefix: str, structs: tuple[type[ctypes.Structure], ...]) -> str:
+    """How the library's structs differ from these; "" if they do not. `prefix` is "fm3_cpu", "fm3_sm90" or "fm3_op"."""
+    ask = getattr(library, f"{prefix}_struct_bytes", None)
+    if ask is None:
+        return f"it has no {prefix}_struct_bytes, which every build of this version has"
+    ask.restype, ask.argtypes = ctypes.c_int64, [ctypes.c_char_p]
+    sizes = [(struct.__name__, ask(struct.__name__.encode()), ctypes.sizeof(struct)) for struct in structs]
+    return ", ".join(
+        f"{name} has {'no' if there < 0 else there} bytes there and {here} here" for name, there, here in sizes
+        if there != here
+    )  # fmt: skip
 
 
 def declare(library: ctypes.CDLL, backend: str) -> ctypes.CDLL:

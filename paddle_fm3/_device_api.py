@@ -8,6 +8,7 @@ import ctypes
 from paddle_fm3._c_api import MaskView, Strides, _Struct
 
 MAX_PARTS = 48  # fm3::kMaxParts
+MOST_BEGIN_WORDS, MOST_READY_WORDS = 3, 8  # fm3::kMostBeginWords, kMostReadyWords
 IPC_HANDLE_BYTES = 64  # fm3::kIpcHandleBytes
 MAX_CHECKED_OUTPUTS = 3  # fm3::kMaxCheckedOutputs
 _POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
@@ -56,6 +57,17 @@ class PackParams(_Struct):
     ]
 
 
+class PackWords(_Struct):
+    _fields_ = [
+        ("begins", _POINTER * MOST_BEGIN_WORDS),  # uint32 words, or None
+        ("begin_values", ctypes.c_uint32 * MOST_BEGIN_WORDS),
+        ("num_ready", _INT32),
+        ("ready_value", ctypes.c_uint32),
+        ("ready", _POINTER * MOST_READY_WORDS),
+        ("num_done", _POINTER),
+    ]
+
+
 class MergeParams(_Struct):
     _fields_ = [
         ("dtype", _INT32),
@@ -88,11 +100,14 @@ class CheckSameParams(_Struct):
     ]
 
 
+STRUCTS: tuple[type[ctypes.Structure], ...] = (
+    SumPartsParams, SumRowsParams, PackParams, PackWords, MergeParams, CheckSameParams,
+)  # fmt: skip
 _OUT = ctypes.POINTER(ctypes.c_void_p)
 SIGNATURES: dict[str, list[type]] = {
     "sum_parts": [ctypes.POINTER(SumPartsParams), _POINTER],
-    "sum_rows": [ctypes.POINTER(SumRowsParams), _POINTER],
-    "pack": [ctypes.POINTER(PackParams), _POINTER],
+    "sum_rows": [ctypes.POINTER(SumRowsParams), _INT32, _POINTER],
+    "pack": [ctypes.POINTER(PackParams), _INT32, ctypes.POINTER(PackWords), _POINTER],
     "merge": [ctypes.POINTER(MergeParams), _POINTER],
     "check_same": [ctypes.POINTER(CheckSameParams), _POINTER],
     "order_local_first": [ctypes.POINTER(MaskView), _POINTER, _INT32, _POINTER],

@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from paddle_fm3 import _c_api, env
+from paddle_fm3 import _c_api, _device_api, env
 
 OP_NAME = "fm3_attention"
 
@@ -32,7 +32,8 @@ _is_op_registered = False
 
 
 class NativeLibraryError(ImportError):
-    """A compiled library is missing or does not load; the message says which, where, and what to do."""
+    """A compiled library is missing, does not load or is of another version; the message says which, where, and what to
+    do."""
 
 
 def library_path(name: str) -> Path:
@@ -67,9 +68,9 @@ def cpu_library() -> ctypes.CDLL:
     """The CPU kernels through ctypes, with FM3_NUM_THREADS applied.
 
     Raises:
-        NativeLibraryError: not built, or does not load.
+        NativeLibraryError: not built, does not load, or of another version.
     """
-    library = _load("fm3_cpu", "cpu")
+    library = _load("fm3_cpu", "cpu", _c_api.STRUCTS)
     library.fm3_cpu_set_num_threads(env.num_threads())
     return library
 
@@ -79,9 +80,9 @@ def sm90_library() -> ctypes.CDLL:
     """The Hopper kernels through ctypes.
 
     Raises:
-        NativeLibraryError: not built, or does not load (no CUDA driver, say).
+        NativeLibraryError: not built, does not load (no CUDA driver, say), or of another version.
     """
-    return _load("fm3_sm90", "sm90")
+    return _load("fm3_sm90", "sm90", _c_api.STRUCTS + _device_api.STRUCTS)
 
 
 def load_op() -> str:
@@ -91,7 +92,7 @@ def load_op() -> str:
     holds the op.
 
     Raises:
-        NativeLibraryError: not built, built for another Paddle, or does not load.
+        NativeLibraryError: not built, built for another Paddle, does not load, or of another version.
     """
     global _is_op_registered
     with _lock:
@@ -102,7 +103,10 @@ def load_op() -> str:
             from paddle.utils.cpp_extension import extension_utils
 
             try:
+                _check_structs(ctypes.CDLL(str(path)), "fm3_op", _c_api.STRUCTS)
                 extension_utils.load_op_meta_info_and_register_op(str(path))
+            except NativeLibraryError:
+                raise
             except Exception as error:
                 raise NativeLibraryError(f"paddle_fm3: {path} does not load: {error}") from error
             _is_op_registered = True
@@ -120,9 +124,21 @@ def _check_paddle_version() -> None:
         )
 
 
-def _load(name: str, backend: str) -> ctypes.CDLL:
+def _load(name: str, backend: str, structs: tuple[type[ctypes.Structure], ...]) -> ctypes.CDLL:
     path = require_library(name)
     try:
-        return _c_api.declare(ctypes.CDLL(str(path)), backend)
+        library = ctypes.CDLL(str(path))
+        _check_structs(library, name, structs)
+        return _c_api.declare(library, backend)
     except (OSError, AttributeError) as error:
         raise NativeLibraryError(f"paddle_fm3: {path} does not load: {error}; {_HOW_TO_BUILD[name]}") from error
+
+
+def _check_structs(library: ctypes.CDLL, name: str, structs: tuple[type[ctypes.Structure], ...]) -> None:
+    """A library left from before an update would read past the end of what it is given, or miss what it is told."""
+    misfits = _c_api.misfits(library, name, structs)
+    if misfits:
+        raise NativeLibraryError(
+            f"paddle_fm3: {library._name} was built from another version of paddle_fm3 than this Python's: {misfits}; "
+            f"{_HOW_TO_BUILD[name]}"
+        )

@@ -14,9 +14,12 @@ most of any rank. Over loopback transfers are short beside compute, and ranks th
 step times compare strategies, they do not predict a cluster.
 
 On GPUs rows are fetched by copy engines over CUDA IPC, and all implementations of a case are timed in turns.
-`comm_hidden_pct`: of the time that the transfers take alone, the share that does not lengthen the step, beside the same
-step with all rows in place, in which no rank waits for another; `copies_hidden_pct`: beside one in which ranks wait as
-ever and only the copies are left out. bf16, head_dim 128.
+What a step shows of its transfers: it runs as it is and with parts left out in turns, some milliseconds apart
+(`paddle_fm3/testing/gpu_cp_ways.py`). `fwd_shown_us`, `bwd_shown_us`: [mean, standard error] of how much longer a phase
+takes than its kernels alone; `comm_hidden_pct`: of the time that the transfers take alone, the share that does not
+show; `copies_hidden_pct`: beside a step in which ranks wait as ever and only the copies are left out.
+
+bf16, head_dim 128.
 """
 
 from __future__ import annotations
@@ -59,6 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     on_gpu.add_argument("--only-plans", action="store_true", help="make the plans and stop")
     on_gpu.add_argument("--calls", type=int, default=10, help="calls of a timed loop at 8K rows a rank; fewer above")
     on_gpu.add_argument("--loops", type=int, default=5, help="timed loops, each started by all ranks together")
+    on_gpu.add_argument(
+        "--pair-seconds", type=float, default=2.0, help="time a case for a step beside itself without transfers"
+    )
     on_gpu.add_argument("--trace", type=Path, metavar="FOLDER", help="write each case's timeline of one step there")
     on_gpu.add_argument(
         "--late-keys", metavar="SOURCE", help="only: one forward whose keys come from a GPU (1, ...) or host"
@@ -96,7 +102,9 @@ def on_gpus(arguments: argparse.Namespace) -> int:
         folder = (arguments.plans or Path(temporary)).resolve()
         if not (folder / "config.json").exists():
             calls = {s_local: max(2, arguments.calls * 8192 // s_local) for s_local in arguments.local}
-            gpu.make_plans(gpu.cases_of(arguments), folder, calls, arguments.loops, list(range(arguments.ranks)))
+            devices = list(range(arguments.ranks))
+            cases = gpu.cases_of(arguments)
+            gpu.make_plans(cases, folder, calls, arguments.loops, devices, arguments.pair_seconds)
         if arguments.only_plans:
             return 0
         lines = gpu.launch(folder, arguments.timeout, has_trace=arguments.trace is not None)

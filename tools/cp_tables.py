@@ -13,6 +13,7 @@ Record = dict[str, Any]
 Case = tuple[int, int, str, str]  # ranks, rows a rank, heads, mask
 ALL_GATHERS = ("dual_chunk_allgather", "contiguous_allgather")
 ABLATIONS = ("fm3_no_balance", "fm3_no_overlap", "fm3_no_pruning", "fm3_no_hierarchy")
+SHOWN = ("shown", "paced", "beside")
 COMMAND = "tools/bench_cp.py --device gpu --ranks {ranks} --results results"
 
 
@@ -47,7 +48,7 @@ def step_times(records: Iterable[Record]) -> str:
             *(f"{calls[style]['bwd_ms']:.3g}" if style in calls else "–" for style in ("one", "two")),
             *(f"{lines[name]['total_ms']:.3g}" if name in lines else "–" for name in (*ALL_GATHERS, "ring")),
             *(_ratio(theirs, time_ms) for time_ms in (ours["total_ms"], still) for theirs in (gather, ring)),
-            *(f"{cut(ours[name], 0)} %" if name in ours else "–" for name in ("comm_hidden_pct", "copies_hidden_pct")),
+            *(_hidden(ours, name) for name in ("comm_hidden_pct", "copies_hidden_pct")),
             f"{100 * ours['imbalance']:.2f} %",
         ])  # fmt: skip
     header = ["ranks", "rows a rank", "heads", "mask", "backward calls", "fm3", "backward in one call", "in two",
@@ -97,6 +98,46 @@ def late_keys(records: Iterable[Record]) -> str:
     return _table(header, rows, list(found.values()), caption, "tools/bench_cp.py --device gpu --late-keys 1")
 
 
+def shown(records: Iterable[Record]) -> str:
+    """What fm3's steps show of their transfers, where that was measured in turns."""
+    rows, used = [], []
+    for (ranks, s_local, heads, mask), lines in newest(records).items():
+        ours = lines["fm3"]
+        if "fwd_shown_us" not in ours:
+            continue
+        used.append(ours)
+        transfers_us = [1e3 * ours[f"{phase}_transfers_ms"] for phase in ("fwd", "bwd")]
+        rows.append([
+            f"{ranks}", f"{s_local // 1024}K", heads, mask.replace("_", " "), f"{ours['num_turns']}",
+            *(
+                cell
+                for phase, alone_us in zip(("fwd", "bwd"), transfers_us, strict=True)
+                for cell in (f"{alone_us:.0f}", *(_mean(ours[f"{phase}_{name}_us"]) for name in SHOWN))
+            ),
+            _hidden(ours, "comm_hidden_pct"),
+        ])  # fmt: skip
+    header = ["ranks", "rows a rank", "heads", "mask", "turns",
+              *(f"{phase}: {name}" for phase in ("forward", "backward") for name in ("transfers", *SHOWN)),
+              "hidden"]  # fmt: skip
+    caption = (
+        'µs, ± standard error. "transfers": alone; "shown": how much longer a phase takes than its kernels alone: '
+        'nothing is copied and nobody waits; "paced": so without the copies alone; "beside": with copies that nobody '
+        "waits for."
+    )
+    return _table(header, rows, used, caption)
+
+
+def _mean(both: Sequence[float]) -> str:
+    return f"{both[0]:.1f} ± {both[1]:.1f}"
+
+
+def _hidden(one: Record, name: str) -> str:
+    if name not in one:
+        return "–"
+    error = f" ± {one[name + '_error']:.0f}" if name + "_error" in one else ""
+    return f"{cut(one[name], 0)}{error} %"
+
+
 def _three(one: Record) -> str:
     return " / ".join(f"{one[name]:.3g}" for name in ("fwd_ms", "bwd_ms", "total_ms"))
 
@@ -119,6 +160,7 @@ def _table(
 
 TABLES: dict[str, Callable[[Iterable[Record]], str]] = {
     "cp_gpu": step_times,
+    "cp_gpu_shown": shown,
     "cp_gpu_left_out": left_out,
     "cp_gpu_late_keys": late_keys,
 }

@@ -6,6 +6,7 @@
 
 #include "errors.h"
 #include "fm3/c_api.h"
+#include "fm3/struct_bytes.h"
 
 #if defined(PADDLE_WITH_CUDA) && defined(FM3_WITH_SM90)
 #define FM3_BINDING_SM90 1
@@ -107,3 +108,5 @@ paddle::Tensor workspace(int64_t num_bytes, const paddle::Tensor& like) {
 }
 
 }  // namespace fm3::binding
+
+int64_t fm3_op_struct_bytes(const char* name) { return fm3::bytes_of(fm3::kStructBytes, name); }

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "fm3/c_api.h"
+#include "fm3/struct_bytes.h"
 #include "ops/cpu/attention.h"
 #include "ops/cpu/thread_pool.h"
 #include "ops/dispatch/check_params.h"
@@ -82,3 +83,5 @@ int32_t fm3_cpu_set_simd_target(const char* target) {
 }
 
 const char* fm3_cpu_last_error() { return last_error.c_str(); }
+
+int64_t fm3_cpu_struct_bytes(const char* name) { return fm3::bytes_of(fm3::kStructBytes, name); }

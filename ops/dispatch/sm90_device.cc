@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "fm3/device_api.h"
+#include "fm3/struct_bytes.h"
 #include "ops/dispatch/sm90_error.h"
 
 namespace fm3::sm90 {
@@ -49,3 +50,12 @@ int32_t reserve_sms(int32_t count) {
 }  // namespace fm3::sm90
 
 int32_t fm3_sm90_reserve_sms(int32_t count) { return fm3::sm90::reserve_sms(count); }
+
+int64_t fm3_sm90_struct_bytes(const char* name) {
+  constexpr fm3::NamedBytes kRows[] = {
+      FM3_NAMED_BYTES(SumPartsParams), FM3_NAMED_BYTES(SumRowsParams),
+      FM3_NAMED_BYTES(PackParams),     FM3_NAMED_BYTES(PackWords),
+      FM3_NAMED_BYTES(MergeParams),    FM3_NAMED_BYTES(CheckSameParams)};
+  const int64_t bytes = fm3::bytes_of(fm3::kStructBytes, name);
+  return bytes >= 0 ? bytes : fm3::bytes_of(kRows, name);
+}

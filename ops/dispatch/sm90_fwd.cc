@@ -143,7 +143,12 @@ int32_t run(const FwdParams& params, cudaStream_t stream) {
   if (!error.empty()) return fail(Status::kUnsupported, kName, error);
 
   void* schedule = const_cast<void*>(params.schedule);
-  cudaError_t status = cudaMemsetAsync(workspace, 0, kCounterBytes, stream);
+  cudaError_t status = cudaSuccess;
+  args.next_tile = params.tile_counter;
+  if (args.next_tile == nullptr) {
+    args.next_tile = reinterpret_cast<int32_t*>(workspace);
+    status = cudaMemsetAsync(workspace, 0, kCounterBytes, stream);
+  }
   if (status == cudaSuccess && schedule == nullptr) {
     schedule = workspace + kCounterBytes + revisit_bytes(shape);
     status = build_schedule(params.mask, schedule, stream);
@@ -154,7 +159,6 @@ int32_t run(const FwdParams& params, cudaStream_t stream) {
   schedule_layout(params.mask, schedule, &args.schedule);
   args.out = params.out;
   args.lse = params.lse;
-  args.next_tile = reinterpret_cast<int32_t*>(workspace);
   args.revisit_next = reinterpret_cast<int32_t*>(workspace + kCounterBytes);
   args.q = params.q, args.k = params.k, args.v = params.v;
   args.stride_q = params.stride_q, args.stride_k = params.stride_k;

@@ -52,6 +52,18 @@ std::string check_size(int32_t b, const char* name, int64_t rows, int64_t row_el
          " a batch entry";
 }
 
+std::string check_words(const fm3::PackWords& words) {
+  if (words.num_ready < 0 || words.num_ready > fm3::kMostReadyWords) {
+    return "num_ready=" + std::to_string(words.num_ready) + "; expected 0 to " +
+           std::to_string(fm3::kMostReadyWords);
+  }
+  if (words.num_ready > 0 && words.num_done == nullptr) return "ready words without num_done";
+  for (int32_t idx = 0; idx < words.num_ready; ++idx) {
+    if (words.ready[idx] == nullptr) return "ready word " + std::to_string(idx) + " is nullptr";
+  }
+  return "";
+}
+
 std::string check_outputs(const fm3::CheckSameParams& params) {
   if (params.num_outputs < 0 || params.num_outputs > fm3::kMaxCheckedOutputs) {
     return "num_outputs=" + std::to_string(params.num_outputs) + "; expected 0 to " +
@@ -67,17 +79,19 @@ std::string check_outputs(const fm3::CheckSameParams& params) {
   return "";
 }
 
-int32_t finish(const char* function, const std::string& error,
-               cudaError_t (*launch)(const void*, cudaStream_t), const void* params, void* stream) {
-  if (!error.empty()) return fail(Status::kInvalidArgument, function, error);
-  const cudaError_t status = launch(params, static_cast<cudaStream_t>(stream));
-  if (status == cudaSuccess) return static_cast<int32_t>(Status::kOk);
-  return fail(Status::kBackendError, function, cudaGetErrorString(status));
+std::string check_count(const void* params, int32_t count) {
+  if (params == nullptr) return "params is nullptr";
+  if (count >= 1 && count <= fm3::kMostRowTensors) return "";
+  return "count=" + std::to_string(count) + "; expected 1 to " +
+         std::to_string(fm3::kMostRowTensors);
 }
 
-template <class Params, cudaError_t (*kLaunch)(const Params&, cudaStream_t)>
-cudaError_t launch_erased(const void* params, cudaStream_t stream) {
-  return kLaunch(*static_cast<const Params*>(params), stream);
+template <class Launch>
+int32_t finish(const char* function, const std::string& error, const Launch& launch, void* stream) {
+  if (!error.empty()) return fail(Status::kInvalidArgument, function, error);
+  const cudaError_t status = launch(static_cast<cudaStream_t>(stream));
+  if (status == cudaSuccess) return static_cast<int32_t>(Status::kOk);
+  return fail(Status::kBackendError, function, cudaGetErrorString(status));
 }
 
 }  // namespace
@@ -86,29 +100,45 @@ int32_t fm3_sm90_sum_parts(const fm3::SumPartsParams* params, void* stream) {
   std::string error = params == nullptr ? "params is nullptr" : check_dtype(params->dtype);
   if (error.empty()) error = check_multiple_of_8("num_elems", params->num_elems);
   if (error.empty() && params->num_elems > 0) error = check_parts(params->num_parts, params->parts);
-  return finish("fm3_sm90_sum_parts", error,
-                launch_erased<fm3::SumPartsParams, fm3::sm90::sum_parts>, params, stream);
+  return finish(
+      "fm3_sm90_sum_parts", error,
+      [&](cudaStream_t on) { return fm3::sm90::sum_parts(*params, on); }, stream);
 }
 
-int32_t fm3_sm90_sum_rows(const fm3::SumRowsParams* params, void* stream) {
-  std::string error = params == nullptr ? "params is nullptr" : check_dtype(params->dtype);
-  if (error.empty()) error = check_multiple_of_8("row_elems", params->row_elems);
-  if (error.empty()) error = check_size(params->b, "num_rows", params->num_rows, params->row_elems);
-  return finish("fm3_sm90_sum_rows", error, launch_erased<fm3::SumRowsParams, fm3::sm90::sum_rows>,
-                params, stream);
+int32_t fm3_sm90_sum_rows(const fm3::SumRowsParams* params, int32_t count, void* stream) {
+  std::string error = check_count(params, count);
+  for (int32_t idx = 0; error.empty() && idx < count; ++idx) {
+    const fm3::SumRowsParams& one = params[idx];
+    error = check_dtype(one.dtype);
+    if (error.empty()) error = check_multiple_of_8("row_elems", one.row_elems);
+    if (error.empty()) error = check_size(one.b, "num_rows", one.num_rows, one.row_elems);
+    if (error.empty() && (one.b != params->b || one.dtype != params->dtype ||
+                          one.is_out_float32 != params->is_out_float32)) {
+      error = "tensors of one call differ in b, dtype or is_out_float32";
+    }
+  }
+  return finish(
+      "fm3_sm90_sum_rows", error,
+      [&](cudaStream_t on) { return fm3::sm90::sum_rows(params, count, on); }, stream);
 }
 
-int32_t fm3_sm90_pack(const fm3::PackParams* params, void* stream) {
-  std::string error = params == nullptr ? "params is nullptr" : check_multiple_of_8("d", params->d);
-  if (error.empty()) {
-    error = fm3::sm90::check_vector_access("from", params->from, params->stride_from, params->b,
-                                           params->s, params->h);
+int32_t fm3_sm90_pack(const fm3::PackParams* params, int32_t count, const fm3::PackWords* words,
+                      void* stream) {
+  std::string error = check_count(params, count);
+  for (int32_t idx = 0; error.empty() && idx < count; ++idx) {
+    const fm3::PackParams& one = params[idx];
+    error = check_multiple_of_8("d", one.d);
+    if (error.empty()) {
+      error =
+          fm3::sm90::check_vector_access("from", one.from, one.stride_from, one.b, one.s, one.h);
+    }
+    if (error.empty()) error = check_size(one.b, "s", one.s, int64_t{one.h} * one.d);
+    if (error.empty() && one.b != params->b) error = "tensors of one call differ in b";
   }
-  if (error.empty()) {
-    error = check_size(params->b, "s", params->s, int64_t{params->h} * params->d);
-  }
-  return finish("fm3_sm90_pack", error, launch_erased<fm3::PackParams, fm3::sm90::pack>, params,
-                stream);
+  if (error.empty() && words != nullptr) error = check_words(*words);
+  return finish(
+      "fm3_sm90_pack", error,
+      [&](cudaStream_t on) { return fm3::sm90::pack(params, count, words, on); }, stream);
 }
 
 int32_t fm3_sm90_merge(const fm3::MergeParams* params, void* stream) {
@@ -118,14 +148,16 @@ int32_t fm3_sm90_merge(const fm3::MergeParams* params, void* stream) {
     error = check_size(params->b, "s_q", params->s_q, int64_t{params->h_q} * params->d_v);
   }
   if (error.empty()) error = check_parts(params->num_parts, params->parts);
-  return finish("fm3_sm90_merge", error, launch_erased<fm3::MergeParams, fm3::sm90::merge>, params,
-                stream);
+  return finish(
+      "fm3_sm90_merge", error, [&](cudaStream_t on) { return fm3::sm90::merge(*params, on); },
+      stream);
 }
 
 int32_t fm3_sm90_check_same(const fm3::CheckSameParams* params, void* stream) {
   std::string error = params == nullptr ? "params is nullptr" : check_outputs(*params);
-  return finish("fm3_sm90_check_same", error,
-                launch_erased<fm3::CheckSameParams, fm3::sm90::check_same>, params, stream);
+  return finish(
+      "fm3_sm90_check_same", error,
+      [&](cudaStream_t on) { return fm3::sm90::check_same(*params, on); }, stream);
 }
 
 int32_t fm3_sm90_order_local_first(const fm3::MaskView* mask, void* schedule, int32_t k_end,

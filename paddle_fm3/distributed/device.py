@@ -24,6 +24,7 @@ from paddle_fm3._device_api import (
     CheckSameParams,
     MergeParams,
     PackParams,
+    PackWords,
     SumPartsParams,
     SumRowsParams,
     declare,
@@ -143,9 +144,15 @@ class Device(Protocol):
 
     def backward(self, params: BwdParams, stream: int) -> None: ...
     def sum_parts(self, params: SumPartsParams, stream: int) -> None: ...
-    def sum_rows(self, params: SumRowsParams, stream: int) -> None: ...
+    def sum_rows(self, tensors: ctypes.Array[SumRowsParams], stream: int) -> None:
+        """One or two tensors of the same b and dtypes."""
+        ...
+
     def merge(self, params: MergeParams, stream: int) -> None: ...
-    def pack(self, params: PackParams, stream: int) -> None: ...
+    def pack(self, tensors: ctypes.Array[PackParams], words: PackWords | None, stream: int) -> None:
+        """One or two tensors of the same b, and words that are written with it."""
+        ...
+
     def check_same(self, params: CheckSameParams, stream: int) -> None: ...
 
 
@@ -317,14 +324,14 @@ class Sm90Device:
     def sum_parts(self, params: SumPartsParams, stream: int) -> None:
         self._call("sum_parts", ctypes.byref(params), stream)
 
-    def sum_rows(self, params: SumRowsParams, stream: int) -> None:
-        self._call("sum_rows", ctypes.byref(params), stream)
+    def sum_rows(self, tensors: ctypes.Array[SumRowsParams], stream: int) -> None:
+        self._call("sum_rows", tensors, len(tensors), stream)
 
     def merge(self, params: MergeParams, stream: int) -> None:
         self._call("merge", ctypes.byref(params), stream)
 
-    def pack(self, params: PackParams, stream: int) -> None:
-        self._call("pack", ctypes.byref(params), stream)
+    def pack(self, tensors: ctypes.Array[PackParams], words: PackWords | None, stream: int) -> None:
+        self._call("pack", tensors, len(tensors), words, stream)
 
     def check_same(self, params: CheckSameParams, stream: int) -> None:
         self._call("check_same", ctypes.byref(params), stream)

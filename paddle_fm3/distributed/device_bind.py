@@ -9,7 +9,10 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
-from paddle_fm3._c_api import BwdParams, BwdSchedule, FwdParams, MaskView, Shape
+import numpy as np
+from numpy.typing import NDArray
+
+from paddle_fm3._c_api import BoundForm, BwdParams, BwdSchedule, FwdParams, MaskView, Shape
 from paddle_fm3._device_api import PackParams, SumRowsParams
 from paddle_fm3.distributed.device import DTYPES, ELEM_BYTES, DeviceTensor
 from paddle_fm3.distributed.device_transport import BUFFER_ALIGNMENT, Batch, Piece
@@ -76,6 +79,41 @@ def needed_bytes(work: DeviceWork, heads: Heads) -> dict[str, int]:
     return {name: -(-max(size, 1) // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT for name, size in needed.items()}
 
 
+class Tables:
+    """Arrays on their way to the device in one piece. Addresses are offsets into it until then."""
+
+    def __init__(self) -> None:
+        self._arrays: list[NDArray[np.uint8]] = []
+        self._num_bytes = 0
+
+    def add(self, array: NDArray[Any]) -> int:
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        offset, padding = self._num_bytes, -raw.nbytes % BUFFER_ALIGNMENT
+        self._arrays += [raw, np.zeros(padding, np.uint8)]
+        self._num_bytes += raw.nbytes + padding
+        return offset
+
+    def add_mask(self, work: DeviceWork, call: KeyRange) -> MaskView:
+        bounds, block_mask = work.call_bounds(call)
+        b, h_mask, s_k, num_bounds = bounds.shape
+        return MaskView(
+            bounds=self.add(bounds),
+            block_mask=None if block_mask is None else self.add(block_mask),
+            form=BoundForm.OUTER2 if num_bounds == 2 else BoundForm.BOTH4,
+            is_causal=0,
+            b=b,
+            h_mask=h_mask,
+            s_q=work.num_own,
+            s_k=s_k,
+        )
+
+    def add_sums(self, sums: SumTable) -> tuple[int, int]:
+        return self.add(sums.rows), self.add(sums.entries)
+
+    def as_bytes(self) -> NDArray[np.uint8]:
+        return np.concatenate([*self._arrays, np.zeros(BUFFER_ALIGNMENT, np.uint8)])
+
+
 class BoundWork:
     """See the module.
 
@@ -99,7 +137,7 @@ class BoundWork:
             sum(piece.num_bytes for batch in self.reduce for piece in batch.sends),
             sum(piece.num_bytes for batch in self.reduce for piece in batch.recvs),
         )
-        self.pack = [[self._pack(slot, is_v) for is_v in (False, True)] for slot in range(NUM_SLOTS)]
+        self.pack = [(PackParams * 2)(*(self._pack(slot, is_v) for is_v in (False, True))) for slot in range(NUM_SLOTS)]
         whole = KeyRange((), 0, work.num_k_rows)
         self.whole = [
             None if prepared.whole is None else self._forward(slot, whole, prepared.whole) for slot in range(NUM_SLOTS)
@@ -121,7 +159,9 @@ class BoundWork:
         ]
         plain, all_rows = work.num_plain_sums, len(work.own_sums.rows)
         self.plain_sums, self.own_sums = (
-            [self._sums(rows, prepared.own_sums, is_v, work.num_own, is_float32=False) for is_v in (False, True)]
+            (SumRowsParams * 2)(
+                *(self._sums(rows, prepared.own_sums, is_v, work.num_own, is_float32=False) for is_v in (False, True))
+            )
             for rows in (range(plain), range(plain, all_rows))
         )
 
@@ -176,12 +216,12 @@ class BoundWork:
             out_stride_b=out_rows * elems,
         )  # fmt: skip
 
-    def _wire_sums(self, sums: SumTable, addresses: tuple[int, int]) -> list[SumRowsParams]:
-        work, found = self._work, []
-        for is_v in (False, True):
-            params = self._sums(range(len(sums.rows)), addresses, is_v, work.wire_rows[work.rank], work.is_wire_float32)
-            params.out = self._buffers[buffer_name("wire", is_v)]
-            found.append(params)
+    def _wire_sums(self, sums: SumTable, addresses: tuple[int, int]) -> ctypes.Array[SumRowsParams]:
+        work, found = self._work, (SumRowsParams * 2)()
+        for at, is_v in enumerate((False, True)):
+            rows = range(len(sums.rows))
+            found[at] = self._sums(rows, addresses, is_v, work.wire_rows[work.rank], work.is_wire_float32)
+            found[at].out = self._buffers[buffer_name("wire", is_v)]
         return found
 
     # --- messages --------------------------------------------------------------------------------

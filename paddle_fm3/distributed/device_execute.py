@@ -2,9 +2,9 @@
 """Runs one rank's share of a CpPlan on a GPU: enqueues copies, kernels and what must come before what, and returns.
 
 Forward. The own rows of K and V go to the front of the key buffer, all batches of the gather are posted, and one
-attention kernel runs over the whole buffer: once all rows are in ("whole"), or as soon as all peers have theirs ready,
-waiting itself for rows that are not there yet, if the transport can tell it ("rows"). Or there is one kernel a step,
-and a merge ("steps").
+attention kernel runs over the whole buffer: once all rows are in ("whole"), or as soon as all peers have come to the
+call, waiting itself for rows that are not there yet, if the transport can tell it ("rows"). Or there is one kernel a
+step, and a merge ("steps").
 
 Backward. K and V are gathered again, so that no layer keeps more than its own rows. Steps run in the plan's order on
 one or two compute streams; the passes of a step that read no keys do not wait for them. Each leaves its own dQ part and
@@ -17,15 +17,14 @@ The key buffer is double: the next phase fills one while peers may still read th
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from paddle_fm3._c_api import BoundForm, FwdParams, MaskView
-from paddle_fm3._device_api import MAX_PARTS, MergeParams, SumPartsParams, SumRowsParams
+from paddle_fm3._c_api import FwdParams, MaskView
+from paddle_fm3._device_api import MAX_PARTS, MergeParams, PackWords, SumPartsParams, SumRowsParams
 from paddle_fm3.distributed.device import DTYPES, ELEM_BYTES, Device, DeviceTensor, ReadyRows
 from paddle_fm3.distributed.device_bind import (
     NUM_SLOTS,
@@ -33,55 +32,21 @@ from paddle_fm3.distributed.device_bind import (
     CallMask,
     Heads,
     PreparedWork,
+    Tables,
     needed_bytes,
 )
 from paddle_fm3.distributed.device_style import MAX_WAITING_DIM
 from paddle_fm3.distributed.device_trace import DeviceTrace, span_of
 from paddle_fm3.distributed.device_transport import BUFFER_ALIGNMENT, DeviceTransport, Ticket
-from paddle_fm3.distributed.device_work import DeviceWork, KeyRange, SumTable
+from paddle_fm3.distributed.device_work import DeviceWork, KeyRange
 from paddle_fm3.env import GPU_FORWARDS
 
 __all__ = ["DeviceAttention", "Heads", "PreparedWork"]
 _MAX_BOUND = 64  # masks times sizes that are kept filled in
 # Words of this executor, in bytes: how many rows are in, one a slot; what a kernel says that gives up; what a backward
-# says when its received rows are done.
-_READY_WORDS, _STATUS_WORD, _SENT_WORD = (0, 256), 128, 384
+# says when its received rows are done; what a forward over the whole buffer counts its tiles in.
+_READY_WORDS, _STATUS_WORD, _SENT_WORD, _COUNTER_WORD = (0, 256), 128, 384, 512
 _TELL_US = 5  # until a peer's copy begins after a backward has said so, less what sums of own rows take
-
-
-class _Tables:
-    """Arrays on their way to the device in one piece. Addresses are offsets into it until then."""
-
-    def __init__(self) -> None:
-        self._arrays: list[NDArray[np.uint8]] = []
-        self._num_bytes = 0
-
-    def add(self, array: NDArray[Any]) -> int:
-        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        offset, padding = self._num_bytes, -raw.nbytes % BUFFER_ALIGNMENT
-        self._arrays += [raw, np.zeros(padding, np.uint8)]
-        self._num_bytes += raw.nbytes + padding
-        return offset
-
-    def add_mask(self, work: DeviceWork, call: KeyRange) -> MaskView:
-        bounds, block_mask = work.call_bounds(call)
-        b, h_mask, s_k, num_bounds = bounds.shape
-        return MaskView(
-            bounds=self.add(bounds),
-            block_mask=None if block_mask is None else self.add(block_mask),
-            form=BoundForm.OUTER2 if num_bounds == 2 else BoundForm.BOTH4,
-            is_causal=0,
-            b=b,
-            h_mask=h_mask,
-            s_q=work.num_own,
-            s_k=s_k,
-        )
-
-    def add_sums(self, sums: SumTable) -> tuple[int, int]:
-        return self.add(sums.rows), self.add(sums.entries)
-
-    def as_bytes(self) -> NDArray[np.uint8]:
-        return np.concatenate([*self._arrays, np.zeros(BUFFER_ALIGNMENT, np.uint8)])
 
 
 class DeviceAttention:
@@ -134,7 +99,7 @@ class DeviceAttention:
         self._buffers: dict[str, int] = {}
         self._bound: dict[tuple[int, Heads], BoundWork] = {}
         self._scratch: dict[str, tuple[int, int]] = {}
-        self._words = device.upload(np.zeros(NUM_SLOTS * 64, np.uint32))  # a cache line apart
+        self._words = device.upload(np.zeros(160, np.uint32))  # a cache line apart
         self._num_told = 0  # backward calls that say when their received rows are done
         self._slot = 0
         self._slot_tickets: list[list[Ticket]] = [[] for _ in range(NUM_SLOTS)]
@@ -149,7 +114,7 @@ class DeviceAttention:
 
     def prepare(self, work: DeviceWork) -> PreparedWork:
         """Masks, schedules and sum tables on the device, as far as this executor needs them. Waits for the device."""
-        tables = _Tables()
+        tables = Tables()
         whole = KeyRange((), 0, work.num_k_rows)
         steps = work.fwd_calls if self._has_forward_steps(work) else ()
         masks = {
@@ -219,7 +184,7 @@ class DeviceAttention:
         work = prepared.work
         self._check_tensors(work, heads, q=q, k=k, v=v, out=out)
         bound = self._bind(prepared, heads)
-        slot = self._fill_own(bound, k, v, stream)
+        slot = self._fill_own(bound, k, v, stream, stream)
         ready = self._ready_rows(work, slot)
         self._num_forwards += 1
         tickets = self._post_gather(bound, slot, range(len(work.gather)), stream, ready, self._num_forwards)
@@ -229,9 +194,11 @@ class DeviceAttention:
         if whole is None:
             with self._leaving_room(work):
                 self._forward_steps(bound, slot, q, out, lse, scale, stream, tickets)
-        elif ready is not None:
+            return self._num_forwards
+        whole.tile_counter = self._words + _COUNTER_WORD  # cleared as the own rows were packed
+        if ready is not None:
             assert self.transport is not None
-            with span_of(self.trace, "wait", "K/V rows: until peers have them", stream):
+            with span_of(self.trace, "wait", "K/V rows: until peers come to them", stream):
                 self.transport.wait_ready(tickets.values(), stream)
             self._forward_call("forward", whole, q, out, lse, scale, stream, ready)
             self._tell_status(ready, stream, self._side)
@@ -329,7 +296,7 @@ class DeviceAttention:
         # A call's first passes do not wait for the own rows either.
         key_stream = self._key_stream if self._key_stream is not None and work.is_overlapped else stream
         self._fork(stream, [key_stream])
-        slot = self._fill_own(bound, k, v, key_stream)
+        slot = self._fill_own(bound, k, v, key_stream, stream)
         self.device.event_record(self._own_event, key_stream)
         ready = self._bwd_ready_rows(bound, slot)
         tickets = self._post_gather(bound, slot, work.bwd_gather, key_stream, ready, call)
@@ -390,7 +357,9 @@ class DeviceAttention:
                 if ticket.batch.recvs:
                     assert self.transport is not None
                     self.transport.wait(ticket, stream)
-        if any(bound.wire_sums):  # which read what peers have sent; the next backward lets them send again
+        if any(
+            sums is not None for sums in bound.wire_sums
+        ):  # which read what peers have sent; the next backward lets them send again
             self._fork(side, [stream])
         self._sum_own("dK/dV sums of own rows", bound.own_sums, dk, dv, stream)
 
@@ -418,13 +387,15 @@ class DeviceAttention:
         assert self.transport is not None
         return _TELL_US + int(bound.reduce_bytes / (self.transport.gb_per_s * 1e3))
 
-    def _sum_own(self, what: str, both: list[SumRowsParams], dk: DeviceTensor, dv: DeviceTensor, stream: int) -> None:
+    def _sum_own(
+        self, what: str, both: ctypes.Array[SumRowsParams], dk: DeviceTensor, dv: DeviceTensor, stream: int
+    ) -> None:
         if both[0].num_rows == 0:
             return
+        for sums, grad in zip(both, (dk, dv), strict=True):
+            sums.out = grad.address
         with span_of(self.trace, "compute", what, stream):
-            for sums, grad in zip(both, (dk, dv), strict=True):
-                sums.out = grad.address
-                self.device.sum_rows(sums, stream)
+            self.device.sum_rows(both, stream)
 
     @contextmanager
     def _leaving_room(self, work: DeviceWork) -> Iterator[None]:
@@ -442,11 +413,10 @@ class DeviceAttention:
         assert self.transport is not None
         for earlier in bound.prepared.work.reduce[at].after:
             self.transport.wait(self._reduce_tickets[earlier], side)
-        wire_sums = bound.wire_sums[at] or ()
-        if wire_sums:
+        wire_sums = bound.wire_sums[at]
+        if wire_sums is not None:
             with span_of(self.trace, "compute", f"{bound.reduce[at].name}: to pass on", side):
-                for sums in wire_sums:
-                    self.device.sum_rows(sums, side)
+                self.device.sum_rows(wire_sums, side)
         self._reduce_tickets.append(self.transport.post(bound.reduce[at], side, call=call, recv_after=recv_after))
 
     def _sum_parts(self, dtype: int, parts: list[int], out: DeviceTensor, stream: int) -> None:
@@ -486,16 +456,27 @@ class DeviceAttention:
         bound = self._bound[key] = BoundWork(prepared, heads, self._buffers)
         return bound
 
-    def _fill_own(self, bound: BoundWork, k: DeviceTensor, v: DeviceTensor, stream: int) -> int:
+    def _fill_own(self, bound: BoundWork, k: DeviceTensor, v: DeviceTensor, stream: int, caller: int) -> int:
         """Takes the next slot, once nobody reads it any more, and puts the own rows there."""
+        work, transport = bound.prepared.work, self.transport
         self._slot = slot = (self._slot + 1) % NUM_SLOTS
-        self._wait_all_sent(self._slot_tickets[slot], stream)
-        self._slot_tickets[slot] = []
-        if bound.prepared.work.num_own:
+        tickets, self._slot_tickets[slot] = self._slot_tickets[slot], []
+        words = PackWords()
+        words.begins[0] = self._words + _COUNTER_WORD
+        # Also where this rank's kernel does not wait for rows itself. A ring passes on what it receives.
+        if transport is not None and self.mode_of(work) == "rows" and not work.is_ring:
+            beside = stream if self._key_stream is None else self._key_stream
+            event = transport.when_free(tickets, beside)
+            if event is not None and beside != stream:
+                self.device.event_wait(event, stream)
+            transport.announce(words, len(work.gather), (self._words + _READY_WORDS[slot], work.num_own), caller)
+        else:
+            self._wait_all_sent(tickets, stream)
+        for params, own in zip(bound.pack[slot], (k, v), strict=True):
+            own.into(params, "from_", "stride_from")
+        if work.num_own or words.num_ready:
             with span_of(self.trace, "compute", "own K/V rows to the key buffer", stream):
-                for params, own in zip(bound.pack[slot], (k, v), strict=True):
-                    own.into(params, "from_", "stride_from")
-                    self.device.pack(params, stream)
+                self.device.pack(bound.pack[slot], words, stream)
         return slot
 
     def _post_gather(

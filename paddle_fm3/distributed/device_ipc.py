@@ -2,7 +2,8 @@
 """Peer copies inside a node: each rank's copy engines fetch rows from the other ranks' GPU memory.
 
 No multiprocessor takes part, so an attention kernel may hold all of them and wait for rows. A rank tells that a batch
-is ready, and a receiver that it has it, by words in host memory that streams write and wait for (`device_page`).
+is ready, and a receiver that it has it, by words in host memory (`device_page`) that streams write and wait for; that
+rows are ready the launch writes that makes them so, where a kernel will wait for them itself.
 Memory is shared through CUDA IPC handles; they and the page's path go through the group's own exchange of small
 records, and nothing is unpickled.
 
@@ -24,6 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from paddle_fm3._device_api import MOST_READY_WORDS, PackWords
 from paddle_fm3.distributed.device import Device, DeviceError
 from paddle_fm3.distributed.device_held import end_process, end_process_now
 from paddle_fm3.distributed.device_page import FAILURE_OFFSET, NOTE_SCALE, NUM_READY_WORDS, SignalPage
@@ -37,6 +41,7 @@ ExchangeRecords = Callable[[Record], list[Record]]
 
 _TICK_S = 0.02
 _CALL_FACTOR = 2654435761  # spreads the numbers of calls over 32 bits
+_callers: dict[str, set[int]] = {}  # by GPU: streams of this process on which attention was called that waits for rows
 _FAR = 1 << 30  # a released word is so far ahead that no wait to come is behind it
 
 
@@ -59,13 +64,16 @@ class IpcTransport(DeviceTransport):
     def __init__(self, device: Device, rank: int, num_ranks: int, exchange: ExchangeRecords, timeout_s: float) -> None:
         super().__init__(rank, num_ranks)
         self._device, self._exchange, self._timeout_s = device, exchange, timeout_s
+        self._gpu = device.name()
         self._page = self._open_page()
         base = device.host_register(self._page.address, self._page.num_bytes)
         self._base = base
         self.status_word = base + self._page.status_offset(rank)
         self.failed_word = base + FAILURE_OFFSET
         self._relay_stream, self._pull_stream = (device.stream_create() for _ in range(2))
-        self._begin_event = device.event_create()
+        self._begin_event, self._free_event = device.event_create(), device.event_create()
+        self._num_packed = device.upload(np.zeros(1, np.uint32))
+        self._announced = range(0)  # numbers of batches whose words are written with their rows
         self._in_events = [device.event_create() for _ in range(NUM_READY_WORDS)]
         self._word_events = [device.event_create() for _ in range(NUM_READY_WORDS)]
         self._buffers: dict[str, int] = {}
@@ -85,9 +93,7 @@ class IpcTransport(DeviceTransport):
         page = SignalPage.create(self.num_ranks) if self.rank == 0 else None
         namespace = os.readlink("/proc/self/ns/pid")
         path = str(page.path) if page is not None else None
-        records = self._exchange(
-            {"path": path, "machine": machine_name(), "pids": namespace, "gpu": self._device.name()}
-        )
+        records = self._exchange({"path": path, "machine": machine_name(), "pids": namespace, "gpu": self._gpu})
         # Copies inside one GPU are kernels, whatever is asked for (seen on an H200): a kernel that holds all
         # multiprocessors and waits for rows would wait for ever.
         self.raises_words = len({record["gpu"] for record in records}) == self.num_ranks
@@ -152,18 +158,24 @@ class IpcTransport(DeviceTransport):
     ) -> None:  # fmt: skip
         device, number = self._device, ticket.number
         value = number + 1  # words are 0 at first
-        device.event_record(self._begin_event, stream)
-        # Relayed rows must not hold up what `stream` does next, nor batches of other rows.
-        if after:
-            device.event_wait(self._begin_event, self._relay_stream)
-        for earlier in after:
-            device.event_wait(self._in_event(earlier), self._relay_stream)
-        ready_stream = self._relay_stream if after else stream
-        device.write_word(ready_stream, self._base + self._page.ready_offset(self.rank, number), value)
-        if word is not None:  # on the stream that has written it before, and ahead of all waits: see _wait_ready
-            device.write_word(self._pull_stream, word[0], word[1])
-            device.event_record(self._word_events[number % NUM_READY_WORDS], self._pull_stream)
-        device.event_wait(self._begin_event if recv_after is None else recv_after, self._pull_stream)
+        if number in self._announced:
+            if after:
+                raise TransportError(f"post of {ticket.batch.name!r}: it sends rows on, and was announced")
+            # Rows may come where the own ones are; an event would cost `stream` more than this the other one.
+            self._wait_peer(self.rank, number, self._pull_stream)
+        else:
+            device.event_record(self._begin_event, stream)
+            # Relayed rows must not hold up what `stream` does next, nor batches of other rows.
+            if after:
+                device.event_wait(self._begin_event, self._relay_stream)
+            for earlier in after:
+                device.event_wait(self._in_event(earlier), self._relay_stream)
+            ready_stream = self._relay_stream if after else stream
+            device.write_word(ready_stream, self._base + self._page.ready_offset(self.rank, number), value)
+            if word is not None:  # on the stream that has written it before, and ahead of all waits: see _wait_ready
+                device.write_word(self._pull_stream, word[0], word[1])
+                device.event_record(self._word_events[number % NUM_READY_WORDS], self._pull_stream)
+            device.event_wait(self._begin_event if recv_after is None else recv_after, self._pull_stream)
         for peer, copies in self._copies_of(ticket.batch):
             self._wait_peer(peer, number, self._pull_stream)
             with span_of(self.trace, "receive", f"{ticket.batch.name} from rank {peer}", self._pull_stream):
@@ -231,14 +243,50 @@ class IpcTransport(DeviceTransport):
     def _wait(self, ticket: Ticket, stream: int) -> None:
         self._device.event_wait(self._in_event(ticket), stream)
 
+    def _when_free(self, tickets: list[Ticket], beside: int) -> int | None:
+        device, peers = self._device, set[int]()
+        for ticket in reversed(tickets):  # the last batch to a peer stands for those before it
+            for peer in ticket.batch.send_peers - peers:
+                device.wait_word(beside, self._base + self._page.pulled_offset(peer), ticket.number + 1)
+            peers |= ticket.batch.send_peers
+        device.event_wait(self._in_event(tickets[-1]), beside)
+        device.event_record(self._free_event, beside)
+        return self._free_event
+
+    def _announce(self, words: PackWords, num_batches: int, here: tuple[int, int], caller: int) -> None:
+        _callers.setdefault(self._gpu, set()).add(caller)
+        if num_batches > MOST_READY_WORDS:
+            return
+        first = self._num_posts
+        self._announced = range(first, first + num_batches)
+        words.begins[1:] = self._base + self._page.come_offset(self.rank), here[0]
+        words.begin_values[1:] = first + 1, here[1]
+        words.num_ready, words.ready_value, words.num_done = num_batches, first + 1, self._num_packed
+        words.ready[:num_batches] = [self._base + self._page.ready_offset(self.rank, at) for at in self._announced]
+
     def _wait_ready(self, tickets: list[Ticket], stream: int) -> None:
-        """For the first word, which holds until rows come, and for the peers themselves: an event of the stream that
-        copies would come some microseconds after them."""
+        """For the peers to have come to the first batch, or for all to be ready. Where that is not announced, also for
+        the first word, which holds until rows come. (An event of the stream that copies would come some microseconds
+        after these words.)
+
+        Claim:      a kernel that starts when peers have come has its rows some time, whatever holds their GPUs.
+        Because:    a peer has then only to pack its rows, for which it needs room and nobody else. What holds its GPU
+                    and waits for this rank is attention of another call, on another stream: in this process there is
+                    none, so this rank is in no other call that waits for it.
+        Breaks if:  calls of two groups wait for each other, each holding one GPU: so where attention is called on
+                    several streams, kernels start when rows are ready.
+        Tested by:  test/unit/test_device_order.py
+        """
+        is_announced = bool(tickets) and tickets[0].number in self._announced
         for at, ticket in enumerate(tickets):
-            if at == 0:
+            if at == 0 and not is_announced:
                 self._device.event_wait(self._word_events[ticket.number % NUM_READY_WORDS], stream)
             for peer in sorted({piece.peer for piece in ticket.batch.recvs}):
-                self._wait_peer(peer, ticket.number, stream)
+                if not is_announced or len(_callers[self._gpu]) > 1:
+                    self._wait_peer(peer, ticket.number, stream)
+                elif at == 0 or all(peer != piece.peer for one in tickets[:at] for piece in one.batch.recvs):
+                    word = self._base + self._page.come_offset(peer)
+                    self._device.wait_word(stream, word, tickets[0].number + 1)
 
     def _wait_sent(self, ticket: Ticket, stream: int) -> None:
         for peer in ticket.batch.send_peers:

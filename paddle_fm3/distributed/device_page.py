@@ -7,6 +7,7 @@ read why, also after the process that wrote it has ended.
     name           written by                        waited for by              then it is safe to
     ready[r][n]    rank r's stream, batch n          streams that copy from r   read the sends of batch n of rank r
     pulled[r]      rank r's stream, after its copies streams of any rank        overwrite sends up to that batch
+    come[r]        rank r's pack, as it begins       streams of attention       hold the GPU until rows are in
     status[r]      rank r's stream, after a kernel   -, read by rank r's watch  say that the kernel gave up
     notes[r][n]    rank r's host, as it posts        -, read by later posts     know that all post the same
 """
@@ -26,7 +27,7 @@ FAILURE_OFFSET = 0  # of a word that is not 0 once there is a failure: the lengt
 NUM_READY_WORDS = 1024  # more than the batches that can be under way: buffers are reused after a few
 NOTE_SCALE = 1 << 32  # a note is the number of a batch, from 1 on, times this, and 32 bits of what it is
 _HEAD_BYTES, _RANK_BYTES = 4096, 16384
-_PULLED, _STATUS, _PID, _STARTED, _CLOSED, _NOTES = 4096, 4160, 4224, 4232, 4240, 8192  # in a rank's part
+_PULLED, _STATUS, _PID, _STARTED, _CLOSED, _COME, _NOTES = 4096, 4160, 4224, 4232, 4240, 4288, 8192  # in a rank's part
 _REASON_AT, _MAX_REASON_BYTES = 64, 2048
 _FOLDER = Path("/dev/shm")
 
@@ -78,6 +79,9 @@ class SignalPage:
     def pulled_offset(self, rank: int) -> int:
         return self._base(rank) + _PULLED
 
+    def come_offset(self, rank: int) -> int:
+        return self._base(rank) + _COME
+
     def status_offset(self, rank: int) -> int:
         return self._base(rank) + _STATUS
 
@@ -89,7 +93,8 @@ class SignalPage:
         for rank in range(self.num_ranks):
             begin = self._base(rank) // 4
             self._words[begin : begin + NUM_READY_WORDS] = value
-            self._words[self.pulled_offset(rank) // 4] = value
+            for offset in (self.pulled_offset(rank), self.come_offset(rank)):
+                self._words[offset // 4] = value
 
     # --- what ranks post -------------------------------------------------------------------------
 

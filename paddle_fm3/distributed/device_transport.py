@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from paddle_fm3._device_api import PackWords
 from paddle_fm3.distributed.device_trace import DeviceTrace
 from paddle_fm3.distributed.transport import TransportError
 
@@ -169,11 +170,32 @@ class DeviceTransport:
         self._check_ticket(ticket, "wait_sent")
         self._wait_sent(ticket, stream)
 
+    def when_free(self, tickets: list[Ticket], beside: int) -> int | None:
+        """An event after which the memory of these batches may be used again: peers have fetched what they sent, and
+        what they received is in, their words written. `beside`: a stream to wait on. None: nothing is waited for. Only
+        if `raises_words`."""
+        for ticket in tickets:
+            self._check_ticket(ticket, "when_free")
+        return self._when_free(tickets, beside) if tickets else None
+
+    def announce(self, words: PackWords, num_batches: int, here: tuple[int, int], caller: int) -> None:
+        """Adds to `words` those by which peers learn that this rank has come to the next batches to post, of which none
+        sends on what another one receives, and that their sends are ready; the launch that makes them ready, and waits
+        for nobody, is to write them. Every rank announces the same, or none of it.
+
+        Args:
+            words: `begins[0]` is the caller's own.
+            here: (address, value) of a device word to write before anything of these batches comes.
+            caller: the stream that attention is called on.
+        """
+        self.check()
+        self._announce(words, num_batches, here, caller)
+
     def wait_ready(self, tickets: Iterable[Ticket], stream: int) -> None:
         """Work enqueued on `stream` from now on starts once what these batches receive, posted one after another with
-        words, is ready at its senders: from then on copies alone are waited for, not what a peer's streams do. A kernel
-        that holds the GPU until its rows are in could otherwise wait for a peer that waits, in another collective, for
-        a kernel that finds no room on this GPU."""
+        words, is ready at its senders, or these have announced it: from then on copies alone are waited for, and the
+        launch that makes rows ready. A kernel that holds the GPU until its rows are in could otherwise wait for a peer
+        that waits, in another collective, for a kernel that finds no room on this GPU."""
         posted = list(tickets)
         for ticket in posted:
             self._check_ticket(ticket, "wait_ready")
@@ -207,6 +229,12 @@ class DeviceTransport:
         raise NotImplementedError
 
     def _wait_sent(self, ticket: Ticket, stream: int) -> None:
+        raise NotImplementedError
+
+    def _when_free(self, tickets: list[Ticket], beside: int) -> int | None:
+        raise NotImplementedError
+
+    def _announce(self, words: PackWords, num_batches: int, here: tuple[int, int], caller: int) -> None:
         raise NotImplementedError
 
     def _wait_ready(self, tickets: list[Ticket], stream: int) -> None:

@@ -9,6 +9,7 @@ drawn from a seed. float16 only, which NumPy has.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import random
 import threading
 import time
@@ -21,10 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paddle_fm3._c_api import BwdParams, BwdSchedule, DType, FwdParams, MaskView, Strides
-from paddle_fm3._device_api import CheckSameParams, MergeParams, PackParams, SumPartsParams, SumRowsParams
+from paddle_fm3._device_api import CheckSameParams, MergeParams, PackParams, PackWords, SumPartsParams, SumRowsParams
 from paddle_fm3.testing import native_call
 
 _ALIGNMENT = 256
+_numbers = itertools.count()
 
 
 class Deadlock(RuntimeError):
@@ -189,12 +191,18 @@ def _tensor(address: int | None, b: int, s: int, h: int, d: int, strides: Stride
 
 
 class FakeDevice:
-    """One rank's device."""
+    """One rank's device.
+
+    Attributes:
+        needed_rows: what forwards enqueued from now on wait for, for a mask that hides the keys behind; None: all.
+    """
+
+    needed_rows: int | None = None
 
     def __init__(self, world: FakeWorld) -> None:
         self.world = world
         self.num_copied_bytes = 0
-        self.gpu = f"model {id(self)}"
+        self.gpu = f"model {next(_numbers)}"
         self.num_reserved_sms = 0
 
     def name(self) -> str:
@@ -290,14 +298,18 @@ class FakeDevice:
         ready = params.ready_rows
 
         def run() -> None:
+            if params.tile_counter:
+                counter = ctypes.c_int32.from_address(params.tile_counter)
+                assert counter.value == 0, f"a forward begins to count its tiles at {counter.value}"
+                counter.value = 99
             q, k, v, out = (_of(params, name) for name in ("q", "k", "v", "out"))
             shape = params.shape
             lse = view(params.lse or 0, (shape.b, shape.h_q, shape.s_q), np.float32)
             if q.size:
                 out[...], lse[...] = native_call.forward(*map(_f32, (q, k, v)), _mask(params), params.softmax_scale)
 
-        all_rows = params.shape.s_k
-        self.world.enqueue(stream, "forward", run, None if ready is None else lambda: _reached(ready, all_rows))
+        rows = params.shape.s_k if self.needed_rows is None else self.needed_rows
+        self.world.enqueue(stream, "forward", run, None if ready is None else lambda: _reached(ready, rows))
 
     def backward(self, params: BwdParams, stream: int) -> None:
         params = BwdParams.from_buffer_copy(params)
@@ -360,10 +372,10 @@ class FakeDevice:
 
         self.world.enqueue(stream, "sum_parts", run)
 
-    def sum_rows(self, params: SumRowsParams, stream: int) -> None:
-        params = SumRowsParams.from_buffer_copy(params)
+    def sum_rows(self, tensors: ctypes.Array[SumRowsParams], stream: int) -> None:
+        copies = [SumRowsParams.from_buffer_copy(params) for params in tensors]
 
-        def run() -> None:
+        def sum_one(params: SumRowsParams) -> None:
             rows = view(params.rows, (params.num_rows, 4), np.int32)
             if not len(rows):
                 return
@@ -382,6 +394,10 @@ class FakeDevice:
                 dtype = np.dtype(np.float32 if params.is_out_float32 else np.float16)
                 begin = params.out + b_idx * params.out_stride_b * dtype.itemsize
                 view(begin, (int(rows[:, 0].max()) + 1, params.row_elems), dtype)[rows[:, 0]] = total
+
+        def run() -> None:
+            for params in copies:
+                sum_one(params)
 
         self.world.enqueue(stream, "sum_rows", run)
 
@@ -403,14 +419,25 @@ class FakeDevice:
 
         self.world.enqueue(stream, "merge", run)
 
-    def pack(self, params: PackParams, stream: int) -> None:
-        params = PackParams.from_buffer_copy(params)
+    def pack(self, tensors: ctypes.Array[PackParams], words: PackWords | None, stream: int) -> None:
+        copies = [PackParams.from_buffer_copy(params) for params in tensors]
+        told = PackWords() if words is None else PackWords.from_buffer_copy(words)
+
+        def begin() -> None:
+            for word, value in zip(told.begins, told.begin_values, strict=True):
+                if word is not None:
+                    ctypes.c_uint32.from_address(word).value = value
 
         def run() -> None:
-            size = (params.b, params.s, params.h, params.d)
-            dense = Strides(params.to_stride_b, params.h * params.d, params.d)
-            _tensor(params.to, *size, dense)[...] = _tensor(params.from_, *size, params.stride_from)
+            for params in copies:
+                size = (params.b, params.s, params.h, params.d)
+                dense = Strides(params.to_stride_b, params.h * params.d, params.d)
+                _tensor(params.to, *size, dense)[...] = _tensor(params.from_, *size, params.stride_from)
+            for at in range(told.num_ready):
+                ctypes.c_uint32.from_address(told.ready[at] or 0).value = told.ready_value + at
 
+        if words is not None:
+            self.world.enqueue(stream, "pack begins", begin)
         self.world.enqueue(stream, "pack", run)
 
     def check_same(self, params: CheckSameParams, stream: int) -> None:

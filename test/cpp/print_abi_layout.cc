@@ -26,7 +26,7 @@ int main() {
   FIELD(FwdParams, stride_k), FIELD(FwdParams, stride_v), FIELD(FwdParams, stride_out);
   FIELD(FwdParams, workspace), FIELD(FwdParams, workspace_bytes);
   FIELD(FwdParams, ready_rows), FIELD(FwdParams, ready_status);
-  FIELD(FwdParams, ready_timeout_us);
+  FIELD(FwdParams, ready_timeout_us), FIELD(FwdParams, tile_counter);
   SIZE(BwdParams);
   FIELD(BwdParams, shape), FIELD(BwdParams, dtype), FIELD(BwdParams, softmax_scale);
   FIELD(BwdParams, is_deterministic), FIELD(BwdParams, mask), FIELD(BwdParams, schedule);

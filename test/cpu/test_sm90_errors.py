@@ -10,7 +10,7 @@ import pytest
 
 from paddle_fm3 import _native
 from paddle_fm3._c_api import BoundForm, BwdParams, BwdSchedule, DType, FwdParams, MaskView, Shape, Strides
-from paddle_fm3._device_api import MergeParams, PackParams, SumRowsParams
+from paddle_fm3._device_api import MergeParams, PackParams, PackWords, SumRowsParams
 
 pytestmark = pytest.mark.skipif(not _native.is_built("fm3_sm90"), reason="needs libfm3_sm90.so (-DFM3_CUDA=ON)")
 OK, INVALID_ARGUMENT, UNSUPPORTED = 0, 1, 2
@@ -278,5 +278,30 @@ def test_row_kernels_name_sizes_they_cannot_launch(
     library: ctypes.CDLL, kernel: str, params: ctypes.Structure, message: str
 ) -> None:
     function = getattr(library, f"fm3_sm90_{kernel}")
-    assert function(ctypes.byref(params), None) == INVALID_ARGUMENT
+    rest = {"merge": (), "sum_rows": (1,), "pack": (1, None)}[kernel]
+    assert function(ctypes.byref(params), *rest, None) == INVALID_ARGUMENT
     assert message in library.fm3_sm90_last_error().decode(), library.fm3_sm90_last_error()
+
+
+def test_tensors_of_one_launch_are_alike(library: ctypes.CDLL) -> None:
+    pack, sums = library.fm3_sm90_pack, library.fm3_sm90_sum_rows
+    packs = (PackParams * 3)(*[PackParams(1, 0, 1, 8, SOMEWHERE, Strides(8, 8, 8))] * 3)
+    for count in (0, 3):
+        assert pack(packs, count, None, None) == INVALID_ARGUMENT
+        assert f"count={count}; expected 1 to 2" in library.fm3_sm90_last_error().decode()
+    packs[1].b = 2
+    assert pack(packs, 2, None, None) == INVALID_ARGUMENT
+    assert "tensors of one call differ in b" in library.fm3_sm90_last_error().decode()
+    for other in (SumRowsParams(DType.BFLOAT16, 1, 1, 0, 8), SumRowsParams(DType.FLOAT16, 0, 1, 0, 8),
+                  SumRowsParams(DType.BFLOAT16, 0, 2, 0, 8)):  # fmt: skip
+        both = (SumRowsParams * 2)(SumRowsParams(DType.BFLOAT16, 0, 1, 0, 8), other)
+        assert sums(both, 2, None) == INVALID_ARGUMENT
+        assert "differ in b, dtype or is_out_float32" in library.fm3_sm90_last_error().decode()
+    assert pack(None, 1, None, None) == INVALID_ARGUMENT
+    for words, message in (
+        (PackWords(num_ready=9, num_done=SOMEWHERE), "num_ready=9; expected 0 to 8"),
+        (PackWords(num_ready=1), "ready words without num_done"),
+        (PackWords(num_ready=1, num_done=SOMEWHERE), "ready word 0 is nullptr"),
+    ):
+        assert pack(packs, 1, ctypes.byref(words), None) == INVALID_ARGUMENT
+        assert message in library.fm3_sm90_last_error().decode()

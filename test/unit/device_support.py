@@ -83,15 +83,17 @@ class Rank:
 
 
 class Group:
-    """All ranks of a plan. `make_transport(device, rank, num_ranks, exchange)`."""
+    """All ranks of a plan. `make_transport(device, rank, num_ranks, exchange)`, `make_device(world)`."""
 
-    def __init__(self, num_ranks: int, seed: int, make_transport: Any = None, **options: Any) -> None:
+    def __init__(
+        self, num_ranks: int, seed: int, make_transport: Any = None, make_device: Any = FakeDevice, **options: Any
+    ) -> None:
         self.world = FakeWorld(seed)
         self.num_ranks = num_ranks
         self.exchanger = Exchanger(num_ranks)
 
         def rank_of(rank: int) -> Rank:
-            device = self.world.rank_device()
+            device = make_device(self.world)
             transport = None
             if num_ranks > 1:
                 make = make_transport or (lambda *arguments: IpcTransport(*arguments, timeout_s=20.0))

@@ -63,3 +63,15 @@ def test_late_keys_take_the_newest_line_of_a_case() -> None:
     ]
     assert cells(cp_tables.late_keys(records), 0)[-1] == "0.980"
     assert "Not measured yet" in cp_tables.late_keys(RECORDS)
+
+
+def test_what_a_step_shows() -> None:
+    times = {
+        f"{phase}_{name}_us": [at + 0.26, 0.5] for phase in ("fwd", "bwd") for at, name in enumerate(cp_tables.SHOWN)
+    }
+    times |= {"num_turns": 99, "fwd_transfers_ms": 0.05, "bwd_transfers_ms": 0.12, "comm_hidden_pct_error": 1.2}
+    table = cp_tables.shown([*RECORDS, line("fm3", 2.6, date="2026-01-03", run="r2", **times)])
+    three = ["0.3 ± 0.5", "1.3 ± 0.5", "2.3 ± 0.5"]
+    assert cells(table, 0) == ["2", "8K", "32/4", "causal document", "99", "50", *three, "120", *three, "75 ± 1 %"]
+    assert len(table.splitlines()) == 2 + 1 + 2  # the other case was not measured so
+    assert "Not measured yet" in cp_tables.shown(RECORDS)

@@ -12,7 +12,7 @@ import pytest
 
 from paddle_fm3 import _c_api, _device_api
 from paddle_fm3._c_api import BwdParams, FwdParams, MaskView
-from paddle_fm3._device_api import CheckSameParams, MergeParams, PackParams, SumPartsParams, SumRowsParams
+from paddle_fm3._device_api import CheckSameParams, MergeParams, PackParams, PackWords, SumPartsParams, SumRowsParams
 from paddle_fm3.distributed.device import Device, DeviceError, Sm90Device
 
 
@@ -88,9 +88,9 @@ def test_every_method_reaches_its_function(library: StubLibrary) -> None:
     device.forward(FwdParams(), stream)
     device.backward(BwdParams(), stream)
     device.sum_parts(SumPartsParams(), stream)
-    device.sum_rows(SumRowsParams(), stream)
+    device.sum_rows((SumRowsParams * 2)(), stream)
     device.merge(MergeParams(), stream)
-    device.pack(PackParams(), stream)
+    device.pack((PackParams * 2)(), PackWords(), stream)
     device.check_same(CheckSameParams(), stream)
     device.free(4096)
     timed = Sm90Device(library)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def test_every_method_reaches_its_function(library: StubLibrary) -> None:
 def test_a_status_becomes_the_library_s_message(library: StubLibrary) -> None:
     device = Sm90Device(library)  # type: ignore[arg-type]
     library.status = 3
-    for call in (lambda: device.malloc(1), lambda: device.pack(PackParams(), 1), lambda: device.free(1)):
+    for call in (lambda: device.malloc(1), lambda: device.pack((PackParams * 1)(), None, 1), lambda: device.free(1)):
         with pytest.raises(DeviceError, match="fm3_sm90: no"):
             call()
 

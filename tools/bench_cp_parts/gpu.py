@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from bench_cp_parts.shown import shown_fields
 from paddle_fm3.distributed.device_work import BWD_STYLES
 from paddle_fm3.env import GPU_FORWARDS
 
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # place of what they choose.
 IMPLS = ("fm3", "fm3+whole", "fm3+rows", "fm3+plan", "fm3+two", "fm3+one", "fm3_no_balance", "fm3_no_overlap",
          "fm3_no_pruning", "fm3_no_hierarchy", "dual_chunk_allgather", "contiguous_allgather", "ring")  # fmt: skip
-HAS_PARTS = ("fm3", "fm3+two", "fm3+one")  # timed without transfers, and transfers alone, as well
+HAS_PARTS = ("fm3", "fm3+two", "fm3+one")  # timed beside themselves without transfers, and transfers alone, as well
 MASKS = ("causal_document", "document", "prefix_document")
 HEADS = {"8/1": (8, 1), "32/4": (32, 4), "64/8": (64, 8)}
 HEAD_DIM = 128
@@ -106,7 +107,9 @@ def sample(kind: str, s: int, seed: int) -> Any:
     return getattr(builders, kind)(lengths)
 
 
-def make_plans(cases: list[Case], folder: Path, calls: dict[int, int], loops: int, devices: list[int]) -> None:
+def make_plans(
+    cases: list[Case], folder: Path, calls: dict[int, int], loops: int, devices: list[int], pair_seconds: float = 2.0
+) -> None:
     """Writes what the ranks' processes read: their work, their rows, the masks, and the list of jobs."""
     from paddle_fm3.distributed.cost import CostModel
     from paddle_fm3.distributed.device_style import choose_bwd_style
@@ -148,6 +151,7 @@ def make_plans(cases: list[Case], folder: Path, calls: dict[int, int], loops: in
             "heads": {"b": 1, "h_q": h_q, "h_kv": h_kv, "d_qk": HEAD_DIM, "d_v": HEAD_DIM, "dtype": "bfloat16"},
             "options": {"num_step_streams": 2, "forward_mode": case.forward_mode},
             "case": "_".join(map(str, sizes)), "has_parts": case.impl in HAS_PARTS,
+            "pair_seconds": pair_seconds,
             "fields": {
                 "impl": case.impl, "ranks": case.num_ranks, "s_local": case.s_local, "heads": case.heads,
                 "mask": case.mask, "bwd_style": style, "stages": plan.num_stages, "nodes": case.num_nodes,
@@ -277,12 +281,10 @@ def _fields(job: dict[str, Any], own: list[dict[str, Any]]) -> dict[str, Any]:
         fields["tflops_per_gpu" if part == "total" else f"{part}_tflops_per_gpu"] = round(
             gflop * factor / median / fields["ranks"], 1
         )
-    if "still_fwd_ms" in own[0]:
-        fields |= _hidden({
-            f"{part}_{prefix}ms": float(np.median(slowest(f"{prefix}{part}_ms")))
-            for part in ("fwd", "bwd")
-            for prefix in ("", "paced_", "still_", "transfers_")
-        })  # fmt: skip
+    if "pairs" in own[0]:
+        transfers = {part: float(np.median(slowest(f"transfers_{part}_ms"))) for part in ("fwd", "bwd")}
+        fields |= {f"{part}_transfers_ms": round(time_ms, 4) for part, time_ms in transfers.items()}
+        fields |= shown_fields([line["pairs"] for line in own], sum(transfers.values()))
     if "overlapped_pct" in own[0]:
         fields["overlapped_pct"] = min(line["overlapped_pct"] for line in own)
     fields["mb_moved"] = round(sum(line["bytes_received"] for line in own) / 1e6, 2)
@@ -290,15 +292,3 @@ def _fields(job: dict[str, Any], own: list[dict[str, Any]]) -> dict[str, Any]:
     fields["max_relative_error"] = float(f"{np.max(list(errors.values())):.2g}")
     fields["refcheck"] = all(error <= MAX_RELATIVE_ERROR for error in errors.values())
     return fields
-
-
-def _hidden(ms: dict[str, float]) -> dict[str, float]:
-    """What of the transfers' own time does not lengthen the step: beside one without transfers, in which no rank waits
-    for another (comm_hidden_pct), and beside one in which ranks wait as ever and only the bytes are not copied
-    (copies_hidden_pct)."""
-    alone = ms["fwd_transfers_ms"] + ms["bwd_transfers_ms"]
-    found = {name: round(time_ms, 4) for name, time_ms in ms.items() if name not in ("fwd_ms", "bwd_ms")}
-    for name, without in (("comm_hidden_pct", "still"), ("copies_hidden_pct", "paced")):
-        shown = sum(max(0.0, ms[f"{part}_ms"] - ms[f"{part}_{without}_ms"]) for part in ("fwd", "bwd"))
-        found[name] = round(100 * (1 - min(1.0, shown / alone)), 1) if alone else 100.0
-    return found

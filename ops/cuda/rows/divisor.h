@@ -16,6 +16,7 @@ namespace fm3::sm90 {
 // Tested by:  test/unit/test_row_divisor.py
 class Divisor {
  public:
+  Divisor() : Divisor(1) {}
   explicit Divisor(uint32_t divisor) : divisor_(divisor) {
     while ((uint64_t{1} << shift_) < divisor) ++shift_;
     multiplier_ = static_cast<uint32_t>((((uint64_t{1} << shift_) - divisor) << 32) / divisor + 1);

@@ -75,6 +75,14 @@ __global__ void __launch_bounds__(kThreads)
 // 1, 2, 4: 12.6, 11.9, 14.2; pack 7.3, a merge of two parts 60. With 64-bit divisions and one vector: 14.6, 9.4, 82.)
 constexpr int kSumEach = 2, kPackEach = 4, kMergeEach = 4;
 
+// What pack and sum_rows do to K does the same launch to V: a launch costs 1 to 3 us. blockIdx.z is the tensor.
+template <class Params>
+struct Tensors {
+  Params params[kMostRowTensors];
+  uint32_t num_vecs[kMostRowTensors];
+  Divisor row_vecs[kMostRowTensors], heads[kMostRowTensors];
+};
+
 // The first of them; blockIdx.y is a batch entry.
 template <int kEach>
 __device__ __forceinline__ uint32_t first_vec() {
@@ -84,8 +92,10 @@ __device__ __forceinline__ uint32_t first_vec() {
 // Threads of a row read its entries together.
 template <class T, class Out>
 __global__ void __launch_bounds__(kThreads)
-    sum_rows_kernel(const __grid_constant__ SumRowsParams params, Divisor row_vecs,
-                    uint32_t num_vecs) {
+    sum_rows_kernel(const __grid_constant__ Tensors<SumRowsParams> tensors) {
+  const SumRowsParams& params = tensors.params[blockIdx.z];
+  const Divisor& row_vecs = tensors.row_vecs[blockIdx.z];
+  const uint32_t num_vecs = tensors.num_vecs[blockIdx.z];
   const int64_t b_idx = blockIdx.y;
   const T* const part = static_cast<const T*>(params.part) + b_idx * params.part_stride_b;
   const T* const narrow = static_cast<const T*>(params.narrow) + b_idx * params.narrow_stride_b;
@@ -120,9 +130,21 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+__device__ __forceinline__ void store_release_system(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
 __global__ void __launch_bounds__(kThreads)
-    pack_kernel(const __grid_constant__ PackParams params, Divisor head_vecs, Divisor heads,
-                uint32_t num_vecs) {
+    pack_kernel(const __grid_constant__ Tensors<PackParams> tensors,
+                const __grid_constant__ PackWords words) {
+  if (blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0 && threadIdx.x < kMostBeginWords) {
+    if (words.begins[threadIdx.x] != nullptr) {
+      store_release_system(words.begins[threadIdx.x], words.begin_values[threadIdx.x]);
+    }
+  }
+  const PackParams& params = tensors.params[blockIdx.z];
+  const Divisor &head_vecs = tensors.row_vecs[blockIdx.z], &heads = tensors.heads[blockIdx.z];
+  const uint32_t num_vecs = tensors.num_vecs[blockIdx.z];
   const auto* const from =
       static_cast<const uint16_t*>(params.from) + blockIdx.y * params.stride_from.b;
   auto* const to = static_cast<uint16_t*>(params.to) + blockIdx.y * params.to_stride_b;
@@ -142,6 +164,23 @@ __global__ void __launch_bounds__(kThreads)
     const uint32_t vec_idx = first_vec<kPackEach>() + each * kThreads;
     if (vec_idx >= num_vecs) break;
     *reinterpret_cast<uint4*>(to + int64_t{vec_idx} * kVec) = raw[each];
+  }
+  if (words.num_ready == 0) return;
+  // Claim:      who sees a ready word sees all rows.
+  // Because:    a block's rows come before its barrier, that before its first thread's fence and count; the block that
+  //             counts last sees all others', and its release to the system comes after them. (A fence to the system in
+  //             every block: 1 us at 8/1 heads, 8 at 64/8.)
+  // Breaks if:  a block leaves before the barrier.
+  // Tested by:  test/gpu/test_rows.py
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  const uint32_t num_blocks = gridDim.x * gridDim.y * gridDim.z;
+  if (atomicAdd(words.num_done, 1) != num_blocks - 1) return;
+  *words.num_done = 0;
+  __threadfence_system();
+  for (int idx = 0; idx < words.num_ready; ++idx) {
+    store_release_system(words.ready[idx], words.ready_value + idx);
   }
 }
 
@@ -192,16 +231,19 @@ uint32_t num_ctas(int64_t num_vecs) {
   return static_cast<uint32_t>(std::min<int64_t>((num_vecs + kThreads - 1) / kThreads, kMaxCtas));
 }
 
-// Launches `kernel` over num_vecs vectors of each of b batch entries; the dispatch has checked both.
-template <int kEach, class Kernel, class Params, class... Divisors>
-cudaError_t launch_each(Kernel* kernel, const Params& params, int32_t b, int64_t num_vecs,
-                        cudaStream_t stream, Divisors... divisors) {
-  if (b == 0 || num_vecs == 0) return cudaSuccess;
+// Of num_vecs vectors, each thread taking kEach.
+template <int kEach>
+uint32_t num_blocks(int64_t num_vecs) {
   static_assert(kMostRowVecs + kThreads * kEach <= INT32_MAX);
-  const dim3 grid(static_cast<uint32_t>((num_vecs + kThreads * kEach - 1) / (kThreads * kEach)),
-                  static_cast<uint32_t>(b));
-  kernel<<<grid, kThreads, 0, stream>>>(params, divisors..., static_cast<uint32_t>(num_vecs));
-  return cudaGetLastError();
+  return static_cast<uint32_t>((num_vecs + kThreads * kEach - 1) / (kThreads * kEach));
+}
+
+// Blocks over `count` tensors of b batch entries; the dispatch has checked sizes. None: 0 in x.
+template <int kEach, class Params>
+dim3 grid_of(const Tensors<Params>& tensors, int32_t count, int32_t b) {
+  const int64_t most_vecs = *std::max_element(tensors.num_vecs, tensors.num_vecs + count);
+  return dim3(b == 0 ? 0 : num_blocks<kEach>(most_vecs), static_cast<uint32_t>(std::max(b, 1)),
+              static_cast<uint32_t>(count));
 }
 
 }  // namespace
@@ -217,36 +259,56 @@ cudaError_t sum_parts(const SumPartsParams& params, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-cudaError_t sum_rows(const SumRowsParams& params, cudaStream_t stream) {
-  const int32_t row_vecs = params.row_elems / kVec;
-  if (row_vecs == 0) return cudaSuccess;
-  const auto launch = [&](auto kernel) {
-    return launch_each<kSumEach>(kernel, params, params.b, int64_t{params.num_rows} * row_vecs,
-                                 stream, Divisor(row_vecs));
-  };
-  if (params.dtype == DType::kBFloat16) {
-    return params.is_out_float32 ? launch(sum_rows_kernel<__nv_bfloat16, float>)
-                                 : launch(sum_rows_kernel<__nv_bfloat16, __nv_bfloat16>);
+cudaError_t sum_rows(const SumRowsParams* params, int32_t count, cudaStream_t stream) {
+  Tensors<SumRowsParams> tensors = {};
+  for (int32_t idx = 0; idx < count; ++idx) {
+    const int32_t row_vecs = params[idx].row_elems / kVec;
+    tensors.params[idx] = params[idx];
+    tensors.row_vecs[idx] = Divisor(std::max(row_vecs, 1));
+    tensors.num_vecs[idx] = static_cast<uint32_t>(int64_t{params[idx].num_rows} * row_vecs);
   }
-  return params.is_out_float32 ? launch(sum_rows_kernel<__half, float>)
-                               : launch(sum_rows_kernel<__half, __half>);
+  const dim3 grid = grid_of<kSumEach>(tensors, count, params->b);
+  if (grid.x == 0) return cudaSuccess;
+  const auto launch = [&](auto* kernel) {
+    kernel<<<grid, kThreads, 0, stream>>>(tensors);
+    return cudaGetLastError();
+  };
+  if (params->dtype == DType::kBFloat16) {
+    return params->is_out_float32 ? launch(sum_rows_kernel<__nv_bfloat16, float>)
+                                  : launch(sum_rows_kernel<__nv_bfloat16, __nv_bfloat16>);
+  }
+  return params->is_out_float32 ? launch(sum_rows_kernel<__half, float>)
+                                : launch(sum_rows_kernel<__half, __half>);
 }
 
-cudaError_t pack(const PackParams& params, cudaStream_t stream) {
-  const int32_t head_vecs = params.d / kVec;
-  if (head_vecs == 0 || params.h == 0) return cudaSuccess;
-  return launch_each<kPackEach>(pack_kernel, params, params.b,
-                                int64_t{params.s} * params.h * head_vecs, stream,
-                                Divisor(head_vecs), Divisor(params.h));
+cudaError_t pack(const PackParams* params, int32_t count, const PackWords* words,
+                 cudaStream_t stream) {
+  Tensors<PackParams> tensors = {};
+  for (int32_t idx = 0; idx < count; ++idx) {
+    const PackParams& one = params[idx];
+    const int32_t head_vecs = one.d / kVec;
+    tensors.params[idx] = one;
+    tensors.row_vecs[idx] = Divisor(std::max(head_vecs, 1));
+    tensors.heads[idx] = Divisor(std::max(one.h, 1));
+    tensors.num_vecs[idx] = static_cast<uint32_t>(int64_t{one.s} * one.h * head_vecs);
+  }
+  dim3 grid = grid_of<kPackEach>(tensors, count, params->b);
+  if (grid.x == 0 && words == nullptr) return cudaSuccess;
+  if (grid.x == 0) grid = dim3(1);  // nothing to wait for
+  pack_kernel<<<grid, kThreads, 0, stream>>>(tensors, words == nullptr ? PackWords{} : *words);
+  return cudaGetLastError();
 }
 
 cudaError_t merge(const MergeParams& params, cudaStream_t stream) {
   const int32_t row_vecs = params.d_v / kVec;
   if (row_vecs == 0 || params.h_q == 0) return cudaSuccess;
-  const auto launch = [&](auto kernel) {
-    return launch_each<kMergeEach>(kernel, params, params.b,
-                                   int64_t{params.s_q} * params.h_q * row_vecs, stream,
-                                   Divisor(row_vecs), Divisor(params.h_q));
+  const int64_t num_vecs = int64_t{params.s_q} * params.h_q * row_vecs;
+  if (params.b == 0 || num_vecs == 0) return cudaSuccess;
+  const dim3 grid(num_blocks<kMergeEach>(num_vecs), static_cast<uint32_t>(params.b));
+  const auto launch = [&](auto* kernel) {
+    kernel<<<grid, kThreads, 0, stream>>>(params, Divisor(row_vecs), Divisor(params.h_q),
+                                          static_cast<uint32_t>(num_vecs));
+    return cudaGetLastError();
   };
   return params.dtype == DType::kBFloat16 ? launch(merge_kernel<__nv_bfloat16>)
                                           : launch(merge_kernel<__half>);

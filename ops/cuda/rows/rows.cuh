@@ -14,8 +14,10 @@ constexpr int32_t kMostRowBatch = 65535;
 constexpr int64_t kMostRowVecs = 2'000'000'000;
 
 cudaError_t sum_parts(const SumPartsParams& params, cudaStream_t stream);
-cudaError_t sum_rows(const SumRowsParams& params, cudaStream_t stream);
-cudaError_t pack(const PackParams& params, cudaStream_t stream);
+// `count` tensors, up to kMostRowTensors, of the same b, dtype and is_out_float32.
+cudaError_t sum_rows(const SumRowsParams* params, int32_t count, cudaStream_t stream);
+cudaError_t pack(const PackParams* params, int32_t count, const PackWords* words,
+                 cudaStream_t stream);
 cudaError_t merge(const MergeParams& params, cudaStream_t stream);
 cudaError_t check_same(const CheckSameParams& params, cudaStream_t stream);
 cudaError_t order_local_first(const MaskView& mask, void* schedule, int32_t k_end,

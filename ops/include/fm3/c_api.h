@@ -28,6 +28,8 @@ FM3_EXPORT const char* fm3_cpu_simd_target();                  // e.g. "avx512"
 // "avx512", "avx2", "baseline", or "" for the best; kUnsupported if this machine lacks it (tests).
 FM3_EXPORT int32_t fm3_cpu_set_simd_target(const char* target);
 FM3_EXPORT const char* fm3_cpu_last_error();
+// Bytes of a struct of this interface as the library knows it, by name ("BwdParams"); -1: it does not.
+FM3_EXPORT int64_t fm3_cpu_struct_bytes(const char* name);
 
 // --- Hopper (libfm3_sm90.so); `stream` is a cudaStream_t ---------------------------------------
 FM3_EXPORT int32_t fm3_sm90_fwd(const fm3::FwdParams* params, void* stream);
@@ -46,3 +48,7 @@ FM3_EXPORT int32_t fm3_sm90_scan_bounds(const fm3::MaskView* mask, void* schedul
 FM3_EXPORT int64_t fm3_sm90_bwd_schedule_bytes(const fm3::MaskView* mask);
 FM3_EXPORT int32_t fm3_sm90_build_bwd_schedule(const fm3::BwdSchedule* bwd_schedule, void* stream);
 FM3_EXPORT const char* fm3_sm90_last_error();
+FM3_EXPORT int64_t fm3_sm90_struct_bytes(const char* name);  // also of fm3/device_api.h
+
+// --- Paddle op (libfm3_op.so), which hands its callers' tensors on to the two above ---------------
+FM3_EXPORT int64_t fm3_op_struct_bytes(const char* name);

@@ -11,8 +11,11 @@
 
 // --- Rows ----------------------------------------------------------------------------------------
 FM3_EXPORT int32_t fm3_sm90_sum_parts(const fm3::SumPartsParams* params, void* stream);
-FM3_EXPORT int32_t fm3_sm90_sum_rows(const fm3::SumRowsParams* params, void* stream);
-FM3_EXPORT int32_t fm3_sm90_pack(const fm3::PackParams* params, void* stream);
+// `count` tensors in one launch, up to kMostRowTensors (K and V), of the same b, dtype and is_out_float32.
+FM3_EXPORT int32_t fm3_sm90_sum_rows(const fm3::SumRowsParams* params, int32_t count, void* stream);
+FM3_EXPORT int32_t fm3_sm90_pack(const fm3::PackParams* params, int32_t count,
+                                 const fm3::PackWords* words,
+                                 void* stream);  // words: may be nullptr
 FM3_EXPORT int32_t fm3_sm90_merge(const fm3::MergeParams* params, void* stream);
 // Changes the order of a prepared schedule: query tiles that visit key columns [0, k_end) only come
 // first; in both halves the dearest stay first.

@@ -41,6 +41,9 @@ struct FwdParams {
   const uint32_t* ready_rows;
   uint32_t* ready_status;
   int64_t ready_timeout_us;
+  // sm90: a device word that is 0 when the kernel starts, for it to count in; nullptr: in the workspace, and the call
+  // clears it, which costs it 3 us.
+  int32_t* tile_counter;
 };
 
 // What the sm90 backward needs to know of a mask, prepared once: device memory filled by

@@ -10,7 +10,9 @@
 
 namespace fm3 {
 
-constexpr int32_t kMaxParts = 48;  // one launch's partial results
+constexpr int32_t kMaxParts = 48;       // one launch's partial results
+constexpr int32_t kMostRowTensors = 2;  // of one launch of pack or sum_rows: K and V
+constexpr int32_t kMostBeginWords = 3, kMostReadyWords = 8;
 constexpr int32_t kIpcHandleBytes = 64;
 constexpr int32_t kMaxCheckedOutputs = 3;
 
@@ -49,6 +51,17 @@ struct PackParams {
   Strides stride_from;
   void* to;             // [b, *, h, d], rows contiguous
   int64_t to_stride_b;  // elements
+};
+
+// Words that a launch of pack writes, for streams and kernels anywhere to wait for: as stream operations they would cost
+// more than the copy itself. In device memory or registered host memory.
+struct PackWords {
+  uint32_t* begins[kMostBeginWords];  // written as the launch begins; nullptr: none
+  uint32_t begin_values[kMostBeginWords];
+  int32_t num_ready;                 // up to kMostReadyWords
+  uint32_t ready_value;              // of the first of them; one more for each that follows
+  uint32_t* ready[kMostReadyWords];  // written when every GPU sees all rows
+  uint32_t* num_done;                // device memory; 0 before the launch, and after
 };
 
 // Attention over disjoint sets of keys becomes attention over all of them.
