@@ -318,6 +318,8 @@ class Sm90Device:
                 self.free(address)
             address, size = self.malloc(needed), needed
             self._workspaces[direction, stream] = address, size
+            if direction == "bwd":
+                params.zero_sums = 1  # new memory holds anything
         params.workspace, params.workspace_bytes = address, size
         self._call(direction, ctypes.byref(params), stream)
 
