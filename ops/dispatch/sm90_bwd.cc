@@ -141,7 +141,6 @@ int64_t kv_sum_heads(const PlanInput& in, int64_t tile_bytes) {
 int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, KernelArgs* args,
                PrepareArgs* in, MaskLists* lists) {
   const Shape& shape = params.shape;
-  const int64_t num_masks = int64_t{params.mask.b} * params.mask.h_mask;
   const int64_t num_q_tiles = div_up(shape.s_q, kBlockQ);
   const int64_t num_k_tiles = max_k_tiles(params.mask, kernel.block_k);
   const PlanInput plan_in = plan_input(params, kernel);
@@ -163,7 +162,7 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
     *pointer = base + offset;
     offset = sm90::align_up(offset + bytes, 256);
   };
-  take(&args->walks, num_masks);
+  take(&args->walks, int64_t{shape.b} * shape.h_q);  // of any mask, as above
   take(&args->plan, 1);
   take(&args->items, tile_heads * most_tiles);
   const int64_t row_bytes = num_rows * (kernel.packs_rows ? sizeof(RowPieces) : sizeof(float));

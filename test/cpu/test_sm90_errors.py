@@ -249,12 +249,14 @@ def test_the_longest_masks_have_lists_on_the_grid(library: ctypes.CDLL) -> None:
 @pytest.mark.parametrize("h_kv", [8, 1])
 def test_a_backward_s_workspace_does_not_depend_on_the_mask(library: ctypes.CDLL, h_kv: int) -> None:
     """Beside prepared lists: its sums, which stay zeros (zero_sums), lie where those of another mask are looked for."""
-    params = make_bwd_params(s_q=16384, s_k=16384, h_q=8, h_kv=h_kv)
+    params = make_bwd_params(s_q=16384, s_k=16384, h_q=128, h_kv=h_kv)
     sizes = set()
-    for form, bounds, block_mask in (
-        (BoundForm.NONE, None, None), (BoundForm.LOWER1, SOMEWHERE, None), (BoundForm.LOWER1, SOMEWHERE, SOMEWHERE),
+    for form, bounds, block_mask, h_mask in (
+        (BoundForm.NONE, None, None, 1), (BoundForm.LOWER1, SOMEWHERE, None, 1),
+        (BoundForm.LOWER1, SOMEWHERE, SOMEWHERE, 1), (BoundForm.LOWER1, SOMEWHERE, None, 128),
     ):  # fmt: skip
         params.mask.form, params.mask.bounds, params.mask.block_mask = form, bounds, block_mask
+        params.mask.h_mask = h_mask
         made = bwd_schedule(library, params.mask)
         params.bwd_schedule = ctypes.addressof(made)
         sizes.add(library.fm3_sm90_bwd_workspace_bytes(ctypes.byref(params)))
