@@ -27,7 +27,7 @@ from gpu_support import (  # noqa: E402
 from schedule_support import mask_of  # noqa: E402
 
 from paddle_fm3 import _native  # noqa: E402
-from paddle_fm3.testing.cases import AttentionCase, benchmark_case, benchmark_names, resized  # noqa: E402
+from paddle_fm3.testing.cases import AttentionCase, RawMask, benchmark_case, benchmark_names, resized  # noqa: E402
 from paddle_fm3.testing.gpu_call import GpuMask, Sm90, Sm90Error  # noqa: E402
 from paddle_fm3.testing.gpu_call_bwd import Gradients, Sm90Backward  # noqa: E402
 from paddle_fm3.testing.hostile_cases import HOSTILE_CASES  # noqa: E402
@@ -45,8 +45,25 @@ def values(grads: Gradients) -> tuple[torch.Tensor, ...]:
     return tuple(x for _, x in grads.items())
 
 
+def short_documents(least: int, most: int) -> AttentionCase:
+    """128K tokens in more documents than are looked at (cuts.h), three long ones among the first."""
+
+    def build_mask() -> RawMask:
+        lengths = np.random.default_rng(most).integers(least, most + 1, 131_072)
+        lengths[[0, 50, 200]] = 901
+        ends = np.cumsum(lengths)
+        ends = np.minimum(ends[: np.searchsorted(ends, 131_072) + 1], 131_072)
+        return RawMask(np.repeat(ends, np.diff(ends, prepend=0)).astype(np.int32)[None, None, :, None], True)
+
+    return AttentionCase(f"documents_of_{least}_to_{most}", 1, 131_072, 131_072, 1, 1, 128, 128, build_mask=build_mask)
+
+
 @pytest.mark.parametrize(
-    "case", [*CASES, *(benchmark_case(f"32k_{kind}") for kind in ("causal_document", "random_eviction"))],
+    "case",
+    [
+        *CASES, *(benchmark_case(f"32k_{kind}") for kind in ("causal_document", "random_eviction")),
+        short_documents(1, 1), short_documents(20, 100),
+    ],
     ids=lambda case: case.name,
 )  # fmt: skip
 def test_device_and_host_make_the_same_lists(host: ctypes.CDLL, backend: Sm90Backward, case: AttentionCase) -> None:

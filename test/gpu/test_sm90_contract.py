@@ -136,6 +136,26 @@ class TestHiddenKeysThatAreNotFinite:
         check_backward(name, inputs, mask, backend.backward(spoilt, mask))
 
 
+@pytest.mark.parametrize("bad", ["nan", "inf"])
+@pytest.mark.parametrize("tensor", ["k", "v"])
+@pytest.mark.parametrize("s", [40, 1000])
+@pytest.mark.parametrize("d", [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str)
+def test_such_keys_beside_rows_past_the_last_one(
+    backend: Sm90Backward, d: tuple[int, int], s: int, tensor: str, bad: str
+) -> None:
+    """Every key tile's walk begins at the last row tile, which is short: there these keys are read as they are."""
+    hidden = [3, s // 2, s - 6]
+    end = np.full(s, s, np.int32)
+    end[hidden] = 0
+    bounds = np.tile(end[None, None, :, None], (2, 1, 1, 1))
+    case = AttentionCase(f"short_row_tile_d{d}", 2, s, s, 4, 2, *d, build_mask=lambda: RawMask(bounds, True))
+    inputs, mask = make_inputs(case, torch.bfloat16)
+    spoilt = replace(inputs, **{tensor: getattr(inputs, tensor).clone()})
+    getattr(spoilt, tensor)[:, hidden] = float(bad)
+    fixed = backend.backward(spoilt, mask, is_deterministic=True)
+    check_backward(case.name, inputs, mask, backend.backward(spoilt, mask), fixed)
+
+
 def hidden_rows_inputs(tensor: str, d: tuple[int, int] = (128, 128)) -> tuple[BackwardInputs, BackwardInputs, GpuMask]:
     """Rows 130 to 169 see no key; (inputs, the same with `tensor` NaN there, mask)."""
     s, hidden = 400, slice(130, 170)

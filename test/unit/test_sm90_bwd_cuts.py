@@ -16,7 +16,7 @@ from paddle_fm3.testing.cases import benchmark_case
 from paddle_fm3.testing.native_call import NativeMask
 from paddle_fm3.testing.reference import visible_plane
 
-BORDER_KEYS, CUT_STEPS = 128, 4
+BORDER_KEYS, CUT_STEPS, MOST_BORDERS = 128, 4, 496
 KINDS = ("causal", "bidirectional")
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -54,7 +54,7 @@ def wanted_begins(borders: list[int], first: np.ndarray, num_rows: np.ndarray, b
     """`first`, `num_rows`: of the one run of rows that each key shows."""
     s_k = len(first)
     begins, begin = [], 0
-    for border, end in zip(borders, [*borders, s_k][1:], strict=True):
+    for border, end in list(zip(borders, [*borders, s_k][1:], strict=True))[:MOST_BORDERS]:
         cut, row_tile = border, first[border] // BLOCK_Q * BLOCK_Q
         earlier = border - (first[border] - row_tile)
         is_falling = first[min(border + BLOCK_Q - 1, s_k - 1)] > first[border]
@@ -121,6 +121,17 @@ def test_more_borders_than_a_warp_has_lanes(library: ctypes.CDLL, kind: str, blo
     lists = build(library, mask, block_k)
     assert lists.k_begins[0, : lists.num_tiles[0]].tolist() == wanted
     assert sum(np.diff(wanted[np.searchsorted(wanted, ends[64]) :]) < block_k) > 5
+
+
+@pytest.mark.parametrize("num_short", [100, MOST_BORDERS - 1, MOST_BORDERS, MOST_BORDERS + 1, 9080])
+def test_so_many_borders_are_looked_at(library: ctypes.CDLL, num_short: int) -> None:
+    """Behind documents of one key by the thousand a long one is not found: lists must not take ever longer."""
+    mask, bounds = documents([1] * num_short + [700], "bidirectional", num_short + 700)
+    borders = list(range(1, num_short + 1))
+    wanted = wanted_begins(borders, bounds[:, 1], bounds[:, 0] - bounds[:, 1], 128)
+    lists = build(library, mask, 128)
+    assert lists.k_begins[0, : lists.num_tiles[0]].tolist() == wanted
+    assert (num_short in wanted) == (num_short <= MOST_BORDERS)
 
 
 def steps_on_grid(bounds: np.ndarray, is_causal: bool, s: int, block_k: int) -> int:

@@ -169,15 +169,17 @@ __global__ void __launch_bounds__(kVisitThreads)
                      mask.s_k, smem_found[threadIdx.x / 32]);
   // What is read at a border is read for 32 at a time: lists of four 32K sequences take 28 us, 38 with one after the other.
   const auto visit_borders = [&](auto look) {
-    for (int32_t last = 0; last < mask.s_k;) {
+    int32_t num_left = kMostBorders;
+    for (int32_t last = 0; last < mask.s_k && num_left > 0; num_left -= 31) {
       const int32_t border = borders.next();
       const bool is_border = border < mask.s_k;
       const ShownRows before = rows_of(border - 1);
       const ShownRows rows = is_border ? rows_of(border) : ShownRows{0, 0};
-      const int32_t cut = is_border ? cut_of(mask.s_k, border, rows, rows_of) : border;
-      // The last lane's is but the end of the one before.
-      const int32_t count = smaller(__popc(__ballot_sync(kWholeWarp, is_border)), 31);
-      for (int32_t idx = 0; idx < count; ++idx) {
+      // A key of fewer rows begins nothing that saves kCutSteps. The last lane's border is but the end of the one before.
+      const bool is_open = lane < 31 && rows.count() >= kCutSteps * kBlockQ;
+      const int32_t cut = is_open ? cut_of(mask.s_k, border, rows, rows_of) : border;
+      for (uint32_t open = __ballot_sync(kWholeWarp, is_open); open != 0; open &= open - 1) {
+        const int32_t idx = __ffs(open) - 1;
         look(__shfl_sync(kWholeWarp, cut, idx), __shfl_sync(kWholeWarp, border, idx + 1),
              __shfl_sync(kWholeWarp, rows.count(), idx),
              __shfl_sync(kWholeWarp, before.count(), idx + 1));

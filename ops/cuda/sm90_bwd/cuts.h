@@ -14,6 +14,10 @@ constexpr int kBorderKeys = 128;  // on either side of a border, what it is judg
 // What a cut must save: a tile more takes three steps, and the borders behind it lie elsewhere in their tiles.
 constexpr float kCutSteps = 4;
 
+// Borders of a mask that are looked at; tiles behind them stay on the grid. A warp does so, 31 at a time: documents of a few
+// keys, by the thousand, must not hold a call up that makes its lists.
+constexpr int32_t kMostBorders = 16 * 31;
+
 constexpr int32_t kMostTiles = UINT16_MAX;  // of a list: a grid axis, and visitors of a row tile
 
 // Key tiles that there can be of any mask: those of the grid and a few more.

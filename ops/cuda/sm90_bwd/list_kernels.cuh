@@ -18,6 +18,7 @@ __device__ __forceinline__ sm90::BoundSummary<kForm> read_keys(const MaskView& m
                                                                int32_t k_end, int32_t block_k,
                                                                KeyRows* maybe_rows) {
   const int32_t* const bounds = mask.bounds + mask_idx * mask.s_k * sm90::kNumBounds<kForm>;
+  const int32_t padded_rows = (mask.s_q + kBlockQ - 1) / kBlockQ * kBlockQ;
   sm90::BoundSummary<kForm> keys;
   for (int32_t idx = threadIdx.x % 32; idx < block_k; idx += 32) {
     const int32_t k_idx = k_begin + idx;
@@ -30,6 +31,9 @@ __device__ __forceinline__ sm90::BoundSummary<kForm> read_keys(const MaskView& m
           fold_causal(sm90::hidden_rows(mask, bounds, k_idx), mask.is_causal, mask.s_q);
       rows = {folded.lt_begin, folded.lt_end, folded.ut_begin, folded.ut_end};
     }
+    // With the last row, those past it: of a hidden key that is not finite their scores, 0 times that, would be NaN.
+    if (rows.y == mask.s_q) rows.y = padded_rows;
+    if (rows.w == mask.s_q) rows.w = padded_rows;
     if (maybe_rows != nullptr) maybe_rows[idx] = rows;
   }
 #pragma unroll

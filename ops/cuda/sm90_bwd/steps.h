@@ -41,7 +41,7 @@ FM3_HOST_DEVICE bool is_dropped(const MaskView& mask, int32_t mask_idx, int32_t 
                          k_begin / kBlockMaskTile] == 0;
 }
 
-// Rows hidden from a key, as the kernel reads them: [x, y) and [z, w).
+// Rows hidden from a key, as the kernel reads them: [x, y) and [z, w). What ends with the last row ends with its tile.
 struct alignas(16) KeyRows {
   int32_t x, y, z, w;
 };
