@@ -15,7 +15,8 @@ __device__ __forceinline__ int32_t load_acquire(const uint32_t* word) {
   return static_cast<int32_t>(value);
 }
 
-// Claim:      a K or V row is copied to shared memory only after it has arrived.
+// Claim:      a K or V row is copied to shared memory only after it has arrived, but for keys behind a short tile of the
+//             backward (cuts.h), which are the next one's: their bounds hide every pair, and hidden.cuh clears them.
 // Because:    rows arrive in the order of the key buffer, `ready_rows` is written after them, the
 //             load acquires it, and the proxy fence orders it before the issuing lane's TMA loads.
 // Breaks if:  rows arrive out of order, or another lane than the caller issues the loads.
