@@ -15,7 +15,8 @@ constexpr int kBorderKeys = 128;  // on either side of a border, what it is judg
 constexpr float kCutSteps = 4;
 
 // Borders of a mask that are looked at; tiles behind them stay on the grid. A warp does so, 31 at a time: documents of a few
-// keys, by the thousand, must not hold a call up that makes its lists.
+// keys, by the thousand, must not hold a call up that makes its lists. Lists of 128K keys, an H200: documents of 1 key 28 ms
+// without an end and 0.14 to 0.20 now, of 20 to 100 keys 0.54 to 0.88 and 0.05, of 100 to 400 0.17 to 0.28 and 0.11 to 0.18.
 constexpr int32_t kMostBorders = 16 * 31;
 
 constexpr int32_t kMostTiles = UINT16_MAX;  // of a list: a grid axis, and visitors of a row tile
