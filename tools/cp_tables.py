@@ -42,7 +42,7 @@ def step_times(records: Iterable[Record]) -> str:
         calls = {line["bwd_style"]: line for line in lines.values() if line["impl"] in ("fm3", "fm3+one", "fm3+two")}
         gather = min((lines[name]["total_ms"] for name in ALL_GATHERS if name in lines), default=None)
         ring = lines["ring"]["total_ms"] if "ring" in lines else None
-        still = ours["fwd_still_ms"] + ours["bwd_still_ms"]
+        still = ours["total_ms"] - _shown_ms(ours)
         rows.append([
             f"{ranks}", f"{s_local // 1024}K", heads, mask.replace("_", " "), ours["bwd_style"], _three(ours),
             *(f"{calls[style]['bwd_ms']:.3g}" if style in calls else "–" for style in ("one", "two")),
@@ -56,8 +56,8 @@ def step_times(records: Iterable[Record]) -> str:
               "best all-gather ÷ fm3", "ring ÷ fm3", "all-gather ÷ fm3's kernels", "ring ÷ fm3's kernels", "hidden",
               "copies hidden", "imbalance"]  # fmt: skip
     caption = (
-        'Milliseconds of forward / backward / both, the slowest rank\'s; "kernels": the step if nothing had to move '
-        'and no rank waited; "hidden": beside that step; "copies hidden": beside one without the copies alone.'
+        'Milliseconds of forward / backward / both, the slowest rank\'s; "kernels": the step less what it shows of its '
+        'transfers; "hidden": of the time that these take alone; "copies hidden": beside a step without copies alone.'
     )
     return _table(header, rows, used, caption)
 
@@ -127,6 +127,14 @@ def shown(records: Iterable[Record]) -> str:
     return _table(header, rows, used, caption)
 
 
+def _shown_ms(one: Record) -> float:
+    """What a step shows of its transfers. Turns are taken without a pause, at other clocks than the timed loops: their
+    difference counts, not their times."""
+    if "fwd_shown_us" in one:
+        return max(0.0, one["fwd_shown_us"][0] + one["bwd_shown_us"][0]) / 1e3
+    return one["total_ms"] - one["fwd_still_ms"] - one["bwd_still_ms"]
+
+
 def _mean(both: Sequence[float]) -> str:
     return f"{both[0]:.1f} ± {both[1]:.1f}"
 
@@ -134,7 +142,7 @@ def _mean(both: Sequence[float]) -> str:
 def _hidden(one: Record, name: str) -> str:
     if name not in one:
         return "–"
-    error = f" ± {one[name + '_error']:.0f}" if name + "_error" in one else ""
+    error = f" ± {one[name + '_error']:.1f}" if name + "_error" in one else ""
     return f"{cut(one[name], 0)}{error} %"
 
 

@@ -43,6 +43,9 @@ def test_step_times_are_those_of_the_newest_run() -> None:
         "2", "8K", "32/4", "causal document", "two", "0.625 / 1.88 / 2.5", "2.4", "1.88", "4", "–", "5", "1.60", "2.00",
         "2.00", "2.50", "75 %", "92 %", "0.25 %",
     ]  # fmt: skip
+    in_turns = line("fm3", 2.5, run="r2", date="2026-01-03", fwd_shown_us=[200.0, 1.0], bwd_shown_us=[300.0, 1.0])
+    ring = line("ring", 5.0, run="r2", date="2026-01-03")
+    assert cells(cp_tables.step_times([in_turns, ring]), 0)[-4] == "2.50"  # 5.0 over 2.5 less 0.5
     assert cells(table, 1)[1] == "32K" and cells(table, 1)[6:11] == ["–", "5.25", "–", "–", "–"]
     assert "--ranks 2 " in table
 
@@ -72,6 +75,6 @@ def test_what_a_step_shows() -> None:
     times |= {"num_turns": 99, "fwd_transfers_ms": 0.05, "bwd_transfers_ms": 0.12, "comm_hidden_pct_error": 1.2}
     table = cp_tables.shown([*RECORDS, line("fm3", 2.6, date="2026-01-03", run="r2", **times)])
     three = ["0.3 ± 0.5", "1.3 ± 0.5", "2.3 ± 0.5"]
-    assert cells(table, 0) == ["2", "8K", "32/4", "causal document", "99", "50", *three, "120", *three, "75 ± 1 %"]
+    assert cells(table, 0) == ["2", "8K", "32/4", "causal document", "99", "50", *three, "120", *three, "75 ± 1.2 %"]
     assert len(table.splitlines()) == 2 + 1 + 2  # the other case was not measured so
     assert "Not measured yet" in cp_tables.shown(RECORDS)

@@ -168,8 +168,9 @@ __global__ void __launch_bounds__(kThreads)
   if (words.num_ready == 0) return;
   // Claim:      who sees a ready word sees all rows.
   // Because:    a block's rows come before its barrier, that before its first thread's fence and count; the block that
-  //             counts last sees all others', and its release to the system comes after them. (A fence to the system in
-  //             every block: 1 us at 8/1 heads, 8 at 64/8.)
+  //             counts last sees all others', and its release to the system comes after them. (With a fence to the system
+  //             in every block, and two waits and a memset more before the forward, this took 3 us longer at 8/1 heads, 6
+  //             at 64/8: H200, 2026-11-30, tools/bench_cp.py, 8K rows.)
   // Breaks if:  a block leaves before the barrier.
   // Tested by:  test/gpu/test_rows.py
   __syncthreads();

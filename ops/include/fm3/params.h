@@ -41,8 +41,8 @@ struct FwdParams {
   const uint32_t* ready_rows;
   uint32_t* ready_status;
   int64_t ready_timeout_us;
-  // sm90: a device word that is 0 when the kernel starts, for it to count in; nullptr: in the workspace, and the call
-  // clears it, which costs it 3 us.
+  // sm90: a device word that is 0 when the kernel starts, for it to count in; nullptr: in the workspace, which the
+  // call clears.
   int32_t* tile_counter;
 };
 
