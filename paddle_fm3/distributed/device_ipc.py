@@ -72,7 +72,9 @@ class IpcTransport(DeviceTransport):
         self.failed_word = base + FAILURE_OFFSET
         self._relay_stream, self._pull_stream = (device.stream_create() for _ in range(2))
         self._begin_event, self._free_event = device.event_create(), device.event_create()
-        self._num_packed = device.upload(np.zeros(1, np.uint32))
+        # Of the pack: what it counts in, and the last batch that it has made ready, which no failure releases.
+        self._num_packed = device.upload(np.zeros(64, np.uint32))
+        self._packed_word = self._num_packed + 128
         self._announced = range(0)  # numbers of batches whose words are written with their rows
         self._in_events = [device.event_create() for _ in range(NUM_READY_WORDS)]
         self._word_events = [device.event_create() for _ in range(NUM_READY_WORDS)]
@@ -161,8 +163,10 @@ class IpcTransport(DeviceTransport):
         if number in self._announced:
             if after:
                 raise TransportError(f"post of {ticket.batch.name!r}: it sends rows on, and was announced")
-            # Rows may come where the own ones are; an event would cost `stream` more than this the other one.
-            self._wait_peer(self.rank, number, self._pull_stream)
+            # Rows may come where the own ones are; an event would cost `stream` more than this the other one. Not for
+            # the page's word: released, it would let `word` be written before the pack takes it back, for good.
+            if number == self._announced.start:
+                device.wait_word(self._pull_stream, self._packed_word, self._announced.stop + 1)
         else:
             device.event_record(self._begin_event, stream)
             # Relayed rows must not hold up what `stream` does next, nor batches of other rows.
@@ -192,6 +196,8 @@ class IpcTransport(DeviceTransport):
         what = self._whats.get(name)
         if what is None:
             what = self._whats[name] = zlib.crc32(name.encode())
+        # Who announces a batch waits for all to come to it, and only those who announce it say that they have.
+        what += ticket.number in self._announced
         page.note(ticket.number, (what + ticket.call * _CALL_FACTOR) % NOTE_SCALE)
         while self._num_alike <= ticket.number:
             number = self._num_alike
@@ -255,14 +261,15 @@ class IpcTransport(DeviceTransport):
 
     def _announce(self, words: PackWords, num_batches: int, here: tuple[int, int], caller: int) -> None:
         _callers.setdefault(self._gpu, set()).add(caller)
-        if num_batches > MOST_READY_WORDS:
+        if num_batches >= MOST_READY_WORDS:
             return
         first = self._num_posts
         self._announced = range(first, first + num_batches)
         words.begins[1:] = self._base + self._page.come_offset(self.rank), here[0]
         words.begin_values[1:] = first + 1, here[1]
-        words.num_ready, words.ready_value, words.num_done = num_batches, first + 1, self._num_packed
+        words.num_ready, words.ready_value, words.num_done = num_batches + 1, first + 1, self._num_packed
         words.ready[:num_batches] = [self._base + self._page.ready_offset(self.rank, at) for at in self._announced]
+        words.ready[num_batches] = self._packed_word
 
     def _wait_ready(self, tickets: list[Ticket], stream: int) -> None:
         """For the peers to have come to the first batch, or for all to be ready. Where that is not announced, also for

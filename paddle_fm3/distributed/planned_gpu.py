@@ -208,11 +208,13 @@ def _connect(communicator: Communicator) -> DeviceTransport:
     try:
         control = connect(rank, num_ranks, lambda record: communicator.exchange(record, what), timeout_s)
         exchange = _exchanges[communicator.group.id] = RecordExchange(control, timeout_s)
-        records = exchange({"machine": machine_name(), "wish": env.gpu_transport()}, what)
-        wishes = sorted({record["wish"] for record in records})
-        if len(wishes) > 1:
-            raise TransportError(f"FM3_GPU_TRANSPORT differs between ranks: {', '.join(wishes)}")
-        kind = wishes[0]
+        wishes = {"FM3_GPU_TRANSPORT": env.gpu_transport(), "FM3_GPU_FORWARD": env.gpu_forward() or "auto"}
+        records = exchange({"machine": machine_name(), "wishes": wishes}, what)
+        for name in wishes:
+            found = sorted({record["wishes"][name] for record in records})
+            if len(found) > 1:
+                raise TransportError(f"{name} differs between ranks: {', '.join(found)}")
+        kind = wishes["FM3_GPU_TRANSPORT"]
         if kind == "auto":
             kind = "ipc" if len({record["machine"] for record in records}) == 1 else "nccl"
         if kind == "ipc":  # memory that is shared must be CUDA's own

@@ -17,6 +17,7 @@ from plan_cases import CASES, PlanCase
 
 from paddle_fm3 import _paddle
 from paddle_fm3.distributed import agreement, collective, planned_gpu, prepared
+from paddle_fm3.distributed.comm import CommError
 from paddle_fm3.distributed.device import DeviceTensor
 from paddle_fm3.distributed.device_execute import DeviceAttention
 from paddle_fm3.distributed.device_transport import DeviceTransport
@@ -382,3 +383,22 @@ def test_the_variable_says_how_a_group_waits(monkeypatch: pytest.MonkeyPatch) ->
         planned_gpu._attentions.clear()
         planned_gpu._attention_of(communicator, 1.0)
     assert modes == [None, "steps"]
+
+
+@pytest.mark.parametrize("name", ["FM3_GPU_TRANSPORT", "FM3_GPU_FORWARD"])
+def test_ranks_with_different_variables_are_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that wait for rows in different ways would wait for words that nobody writes."""
+    own = {"FM3_GPU_TRANSPORT": "auto", "FM3_GPU_FORWARD": "auto"}
+    other = {**own, name: {"FM3_GPU_TRANSPORT": "ipc", "FM3_GPU_FORWARD": "whole"}[name]}
+
+    def exchange(record: dict[str, Any], what: str) -> list[dict[str, Any]]:
+        return [record, {**record, "wishes": other}]
+
+    for variable in own:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(planned_gpu, "connect", lambda *given: SimpleNamespace())
+    monkeypatch.setattr(planned_gpu, "RecordExchange", lambda *given: exchange)
+    monkeypatch.setattr(planned_gpu, "_exchanges", {})
+    communicator = SimpleNamespace(rank=0, num_ranks=2, timeout_s=1.0, group=SimpleNamespace(id=1), exchange=None)
+    with pytest.raises(CommError, match=f"{name} differs between ranks: auto, {other[name]}"):
+        planned_gpu._connect(communicator)

@@ -373,6 +373,71 @@ def test_a_kernel_starts_when_peers_come_unless_attention_is_called_on_several_s
         assert np.array_equal(np.isnan(collect().out), np.zeros_like(collect().out, bool))
 
 
+def test_a_kernel_that_holds_the_gpu_waits_for_peers_to_come_to_this_call() -> None:
+    """Not to the one before, also where calls follow each other with one batch each."""
+    mask = builders.causal(2 * ROWS)
+    plan = build_plan(mask, 2, strategy=ONE_WAY, options=PlanOptions(num_stages=1))
+    with group_of(2, forward_mode="rows") as group:
+        inputs = inputs_of(mask, 0)
+        group.step(plan, mask, inputs, SCALE, has_backward=False)
+        group.world.run()
+        group.world.hold(group.ranks[0].stream)
+        collect = group.step(plan, mask, inputs, SCALE, has_backward=False)
+        group.world.run_until_stuck()
+        assert group.world.head(group.ranks[1].stream).startswith("wait word")
+        group.world.hold()
+        group.world.run()
+        check(collect(), inputs, mask, has_backward=False)
+
+
+@pytest.mark.parametrize("others", ["whole", "steps"])
+def test_ranks_whose_forwards_wait_in_different_ways_are_told(others: str) -> None:
+    """One would wait for a word that the other one does not write, and no batch would be late."""
+    mask = builders.causal(2 * ROWS)
+    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=1))
+    with group_of(2, forward_mode="rows") as group:
+        group.ranks[1].attention._forward_mode = others
+        with pytest.raises(TransportError, match="do not make the same calls"):
+            for _ in range(2):
+                group.step(plan, mask, inputs_of(mask, 0), SCALE, has_backward=False)
+        group.world.run()
+
+
+def test_a_kernel_that_holds_the_gpu_waits_for_peers_of_later_stages_to_come() -> None:
+    mask = builders.causal(3 * ROWS)
+    plan = build_plan(mask, 3, strategy=ONE_WAY, options=PlanOptions(num_stages=2))
+    gather = DeviceWork.of(plan, plan.rank_plan(2, mask)).gather
+    peers = [{piece.peer for piece in batch.recvs} for batch in gather]
+    assert len(peers) == 2 and peers[1] - peers[0]
+    late = (peers[1] - peers[0]).pop()
+    with group_of(3, forward_mode="rows") as group:
+        inputs = inputs_of(mask, 0)
+        group.world.hold(group.ranks[late].stream)
+        collect = group.step(plan, mask, inputs, SCALE, has_backward=False)
+        group.world.run_until_stuck()
+        assert group.world.head(group.ranks[2].stream).startswith("wait word")
+        group.world.hold()
+        group.world.run()
+        check(collect(), inputs, mask, has_backward=False)
+
+
+def test_a_kernel_is_let_go_where_its_rank_fails_before_the_own_rows_are_packed() -> None:
+    """Its copies run when they are released; packing then must not take back that all rows are in."""
+    mask = builders.causal(2 * ROWS)
+    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=1))
+    with group_of(2, forward_mode="rows") as group:
+        group.world.hold(*(rank.stream for rank in group.ranks))
+        group.step(plan, mask, inputs_of(mask, 0), SCALE, bwd_styles=("one", "one"))
+        transports = [rank.transport for rank in group.ranks if rank.transport is not None]
+        transports[0].fail("out of luck")
+        group.world.run_until_stuck()
+        group.world.hold()
+        for transport in transports:
+            with pytest.raises(TransportError, match="out of luck"):
+                transport.check()
+        group.world.run()
+
+
 def test_rows_that_a_kernel_did_not_wait_for_do_not_let_a_later_one_go() -> None:
     """Rank 1 sees none of what it receives in two calls, and ends them before it has come; then it sees all."""
     hidden, seen = builders.document([ROWS, ROWS]), builders.causal(2 * ROWS)
