@@ -421,6 +421,64 @@ def test_a_kernel_that_holds_the_gpu_waits_for_peers_of_later_stages_to_come() -
         check(collect(), inputs, mask, has_backward=False)
 
 
+def test_a_key_buffer_is_not_filled_again_before_peers_of_earlier_stages_have_fetched_from_it() -> None:
+    mask = builders.causal(3 * ROWS)
+    plan = build_plan(mask, 3, strategy=ONE_WAY, options=PlanOptions(num_stages=2))
+    gather = DeviceWork.of(plan, plan.rank_plan(0, mask)).gather
+    early, late = ({piece.peer for piece in batch.sends} for batch in gather)
+    assert early and late and not early & late
+    with group_of(3, forward_mode="rows") as group:
+        group.step(plan, mask, inputs_of(mask, 0), SCALE, has_backward=False)
+        group.world.run()
+        group.world.hold(pull_stream(group, early.pop()))
+        cases = [inputs_of(mask, seed) for seed in (1, 2, 3)]
+        collects = [group.step(plan, mask, inputs, SCALE, has_backward=False) for inputs in cases]
+        group.world.run_until_stuck()
+        done = [bool(np.isfinite(collect().lse[:, :, :ROWS]).all()) for collect in collects]
+        assert done == [True, True, False]
+        group.world.hold()
+        group.world.run()
+        for collect, inputs in zip(collects, cases, strict=True):
+            check(collect(), inputs, mask, has_backward=False)
+
+
+def test_a_backward_that_waits_for_rows_starts_when_peers_come() -> None:
+    """It holds the GPU as a forward does."""
+    mask = builders.causal(2 * ROWS)
+    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=1))
+    with group_of(2, forward_mode="rows") as group:
+        inputs = inputs_of(mask, 0)
+        for _ in range(2):  # the words have been set before, in the second one
+            collect = group.step(plan, mask, inputs, SCALE, bwd_styles=("one", "one"))
+            begin, late = len(group.world.history), group.ranks[1].attention._key_stream
+            assert late is not None
+            while group.world.head(late) != "pack begins":
+                assert group.world._step()
+            group.world.hold(late)
+            group.world.run_until_stuck()
+            ran = [what for stream, what in group.world.history[begin:] if stream == group.ranks[0].stream]
+            assert "backward, first passes" in ran and "backward begins" not in ran
+            group.world.hold()
+            group.world.run()
+            check(collect(), inputs, mask)
+
+
+def test_many_stages_are_not_announced_and_a_kernel_waits_for_its_word() -> None:
+    """More than a launch has words for. What the last call but one left says that all rows are in."""
+    mask = builders.causal(2 * ROWS)
+    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=4, num_stages=9))
+    with group_of(2, forward_mode="rows") as group:
+        for seed in range(4):
+            inputs = inputs_of(mask, seed)
+            group.world.hold(pull_stream(group, 0))
+            collect = group.step(plan, mask, inputs, SCALE, has_backward=False)
+            group.world.run_until_stuck()
+            assert group.world.head(group.ranks[0].stream).startswith("wait event")
+            group.world.hold()
+            group.world.run()
+            check(collect(), inputs, mask, has_backward=False)
+
+
 def test_a_kernel_is_let_go_where_its_rank_fails_before_the_own_rows_are_packed() -> None:
     """Its copies run when they are released; packing then must not take back that all rows are in."""
     mask = builders.causal(2 * ROWS)
