@@ -10,6 +10,7 @@
 //   named_barrier_*      bar.sync / bar.arrive with an id of the caller's
 //   reg_alloc/dealloc    setmaxnreg
 //   stmatrix/ldmatrix    8x8 b16 matrices between registers and shared memory
+//   store_release_system a word that streams, other GPUs and the host may wait for
 #pragma once
 
 #include <cuda.h>
@@ -22,6 +23,11 @@ namespace fm3::ptx {
 
 __device__ __forceinline__ uint32_t smem_addr(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// After what this thread has written or seen written, for whoever reads the word.
+__device__ __forceinline__ void store_release_system(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
 // --- mbarrier ----------------------------------------------------------------------------------

@@ -357,9 +357,8 @@ class DeviceAttention:
                 if ticket.batch.recvs:
                     assert self.transport is not None
                     self.transport.wait(ticket, stream)
-        if any(
-            sums is not None for sums in bound.wire_sums
-        ):  # which read what peers have sent; the next backward lets them send again
+        passes_on = any(sums is not None for sums in bound.wire_sums)
+        if passes_on:  # these read what peers have sent; the next backward lets them send again
             self._fork(side, [stream])
         self._sum_own("dK/dV sums of own rows", bound.own_sums, dk, dv, stream)
 

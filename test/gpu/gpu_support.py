@@ -113,6 +113,10 @@ def bits(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
     return (x.contiguous().view(torch.uint8) for x in tensors)
 
 
+def values(grads: Gradients) -> tuple[torch.Tensor, ...]:
+    return tuple(x for _, x in grads.items())
+
+
 def assert_same_bits(name: str, first: tuple[torch.Tensor, ...], second: tuple[torch.Tensor, ...]) -> None:
     for idx, (x, y) in enumerate(zip(bits(*first), bits(*second), strict=True)):
         assert torch.equal(x, y), f"{name}: output {idx} differs in {int((x != y).sum())} bytes"

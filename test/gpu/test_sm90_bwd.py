@@ -20,6 +20,7 @@ from gpu_support import (  # noqa: E402
     make_inputs,
     needs_sm90,
     strided,
+    values,
     wide_case,
     with_heads,
 )
@@ -36,10 +37,6 @@ pytestmark = needs_sm90
 @pytest.fixture(scope="module")
 def backend() -> Sm90Backward:
     return Sm90Backward(_native.sm90_library())
-
-
-def values(grads: Gradients) -> tuple[torch.Tensor, ...]:
-    return tuple(x for _, x in grads.items())
 
 
 def run_and_check(

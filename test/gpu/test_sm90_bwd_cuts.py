@@ -20,6 +20,7 @@ from gpu_support import (  # noqa: E402
     documents_case,
     make_inputs,
     needs_sm90,
+    values,
 )
 from schedule_support import mask_of  # noqa: E402
 
@@ -33,10 +34,6 @@ pytestmark = needs_sm90
 @pytest.fixture(scope="module")
 def backend() -> Sm90Backward:
     return Sm90Backward(_native.sm90_library())
-
-
-def values(grads: Gradients) -> tuple[torch.Tensor, ...]:
-    return tuple(x for _, x in grads.items())
 
 
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "bidirectional"])

@@ -22,6 +22,7 @@ from gpu_support import (  # noqa: E402
     is_served,
     make_inputs,
     needs_sm90,
+    values,
     wide_case,
 )
 from schedule_support import mask_of  # noqa: E402
@@ -29,7 +30,7 @@ from schedule_support import mask_of  # noqa: E402
 from paddle_fm3 import _native  # noqa: E402
 from paddle_fm3.testing.cases import AttentionCase, RawMask, benchmark_case, benchmark_names, resized  # noqa: E402
 from paddle_fm3.testing.gpu_call import GpuMask, Sm90, Sm90Error  # noqa: E402
-from paddle_fm3.testing.gpu_call_bwd import Gradients, Sm90Backward  # noqa: E402
+from paddle_fm3.testing.gpu_call_bwd import Sm90Backward  # noqa: E402
 from paddle_fm3.testing.hostile_cases import HOSTILE_CASES  # noqa: E402
 
 pytestmark = needs_sm90
@@ -39,10 +40,6 @@ CASES = [case for case in HOSTILE_CASES if case.s_q > 0 and case.s_k > 0 and cas
 @pytest.fixture(scope="module")
 def backend() -> Sm90Backward:
     return Sm90Backward(_native.sm90_library())
-
-
-def values(grads: Gradients) -> tuple[torch.Tensor, ...]:
-    return tuple(x for _, x in grads.items())
 
 
 def short_documents(least: int, most: int) -> AttentionCase:

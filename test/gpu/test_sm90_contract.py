@@ -18,6 +18,7 @@ from gpu_support import (  # noqa: E402
     is_served,
     make_inputs,
     needs_sm90,
+    values,
     wide_case,
 )
 
@@ -27,7 +28,6 @@ from paddle_fm3.testing.cases import AttentionCase, RawMask, benchmark_case, res
 from paddle_fm3.testing.gpu_call import GpuMask, Sm90  # noqa: E402
 from paddle_fm3.testing.gpu_call_bwd import (  # noqa: E402
     BackwardInputs,
-    Gradients,
     Sm90Backward,
     reference_backward,
     reference_forward,
@@ -46,10 +46,6 @@ def sm90() -> Sm90:
 @pytest.fixture(scope="module")
 def backend() -> Sm90Backward:
     return Sm90Backward(_native.sm90_library())
-
-
-def values(grads: Gradients) -> tuple[torch.Tensor, ...]:
-    return tuple(x for _, x in grads.items())
 
 
 @pytest.mark.parametrize("is_prepared", [False, True], ids=["bare_bounds", "schedules_rebuilt_in_the_graph"])

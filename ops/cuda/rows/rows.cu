@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "../ptx.cuh"
 #include "divisor.h"
 #include "rows.cuh"
 
@@ -130,16 +131,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-__device__ __forceinline__ void store_release_system(uint32_t* word, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
-
 __global__ void __launch_bounds__(kThreads)
     pack_kernel(const __grid_constant__ Tensors<PackParams> tensors,
                 const __grid_constant__ PackWords words) {
   if (blockIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0 && threadIdx.x < kMostBeginWords) {
     if (words.begins[threadIdx.x] != nullptr) {
-      store_release_system(words.begins[threadIdx.x], words.begin_values[threadIdx.x]);
+      ptx::store_release_system(words.begins[threadIdx.x], words.begin_values[threadIdx.x]);
     }
   }
   const PackParams& params = tensors.params[blockIdx.z];
@@ -181,7 +178,7 @@ __global__ void __launch_bounds__(kThreads)
   *words.num_done = 0;
   __threadfence_system();
   for (int idx = 0; idx < words.num_ready; ++idx) {
-    store_release_system(words.ready[idx], words.ready_value + idx);
+    ptx::store_release_system(words.ready[idx], words.ready_value + idx);
   }
 }
 

@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 __global__ void word_kernel(uint32_t* word, uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+  ptx::store_release_system(word, value);
 }
 
 __global__ void __launch_bounds__(kThreads)

@@ -23,8 +23,7 @@ __device__ __forceinline__ void count_sent(const KernelArgs& args, int32_t num_w
   __threadfence();
   if (add_acq_rel(args.sent_count, num_warps) + num_warps != __ldg(&args.plan->sent_warps)) return;
   __threadfence_system();
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(args.sent_word), "r"(args.sent_value)
-               : "memory");
+  ptx::store_release_system(args.sent_word, args.sent_value);
 }
 
 // After the whole warp's ordinary stores.
