@@ -46,6 +46,18 @@ def pull_stream(group: Group, rank: int) -> int:
     return transport._pull_stream
 
 
+def both_ways(*, chunk_rows: int = 16, **options: int) -> tuple[ColumnMask, CpPlan]:
+    """Causal over two ranks, each of which is sent all keys of the other."""
+    mask = builders.causal(2 * ROWS)
+    return mask, build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=chunk_rows, **options))
+
+
+def one_way() -> tuple[ColumnMask, CpPlan]:
+    """Causal over two ranks, of which the second alone is sent keys."""
+    mask = builders.causal(2 * ROWS)
+    return mask, build_plan(mask, 2, strategy=ONE_WAY, options=PlanOptions(num_stages=1))
+
+
 def sees_only(reader: int, seen: int) -> tuple[ColumnMask, CpPlan]:
     """Causal over three ranks; beyond its own keys, rank `reader` sees those of rank `seen`, and no one else any."""
     s = 3 * ROWS
@@ -81,8 +93,7 @@ def test_sums_stay_until_the_owner_has_fetched_them(num_step_streams: int) -> No
 
 def test_a_rank_may_be_one_phase_ahead_and_not_two() -> None:
     """Rank 0 owes rank 1 keys of its last forward: the next goes into the other key buffer, the one after waits."""
-    mask = builders.causal(2 * ROWS)
-    plan = build_plan(mask, 2, strategy=ONE_WAY, options=PlanOptions(num_stages=1))
+    mask, plan = one_way()
     with group_of(2) as group:
         group.step(plan, mask, inputs_of(mask, 0), SCALE)
         group.world.run()
@@ -105,8 +116,7 @@ def test_a_rank_may_be_one_phase_ahead_and_not_two() -> None:
 @pytest.mark.parametrize("num_stages", [1, 3])
 def test_an_attention_that_waits_for_rows_starts_when_peers_have_them(num_stages: int) -> None:
     """It holds the GPU: it must not wait for what a peer has yet to compute, only for copies."""
-    mask = builders.causal(2 * ROWS)
-    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=num_stages))
+    mask, plan = both_ways(num_stages=num_stages)
     with group_of(2, forward_mode="rows") as group:
         group.step(plan, mask, inputs_of(mask, 0), SCALE)
         group.world.run()
@@ -124,8 +134,7 @@ def test_an_attention_that_waits_for_rows_starts_when_peers_have_them(num_stages
 
 def test_a_backward_s_first_passes_do_not_wait_for_keys() -> None:
     """They read none: the wait is handed to the backward itself."""
-    mask = builders.causal(2 * ROWS)
-    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16))
+    mask, plan = both_ways()
     with group_of(2) as group:
         group.step(plan, mask, inputs_of(mask, 0), SCALE, bwd_styles=("one", "one"))
         group.world.run()
@@ -148,8 +157,7 @@ def test_a_backward_s_first_passes_do_not_wait_for_keys() -> None:
 
 def test_a_backward_s_first_passes_do_not_wait_for_own_rows() -> None:
     """These are copied into the key buffer beside them."""
-    mask = builders.causal(2 * ROWS)
-    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16))
+    mask, plan = both_ways()
     with group_of(2) as group:
         inputs = inputs_of(mask, 1)
         collect = group.step(plan, mask, inputs, SCALE, bwd_styles=("one", "one"))
@@ -182,8 +190,7 @@ def test_rows_that_nobody_adds_to_do_not_wait_for_sums() -> None:
 
 def test_sums_travel_while_a_backward_in_two_calls_still_computes() -> None:
     """Received keys come first: their dK and dV are under way before the call of the own keys has run."""
-    mask = builders.causal(2 * ROWS)
-    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=1))
+    mask, plan = both_ways(num_stages=1)
     with group_of(2) as group:
         inputs = inputs_of(mask, 1)
         collect = group.step(plan, mask, inputs, SCALE, bwd_styles=("two", "two"))
@@ -204,8 +211,7 @@ def test_sums_travel_while_a_backward_in_two_calls_still_computes() -> None:
 
 def test_sums_travel_while_a_single_backward_call_still_computes() -> None:
     """It says when its received rows are done, and they are fetched while it goes on with the own ones."""
-    mask = builders.causal(2 * ROWS)
-    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=1))
+    mask, plan = both_ways(num_stages=1)
     with group_of(2) as group:
         for seed in (1, 2):  # the word has been set before, in the second one
             inputs = inputs_of(mask, seed)
@@ -231,8 +237,7 @@ def test_a_single_backward_call_begins_while_keys_are_on_their_way(
 ) -> None:
     """Once all peers have them ready, where the kernel can wait for rows itself."""
     monkeypatch.setattr(device_execute, "MAX_WAITING_DIM", max_dim)
-    mask = builders.causal(2 * ROWS)
-    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=1))
+    mask, plan = both_ways(num_stages=1)
     with group_of(2, forward_mode="rows") as group:
         for seed in (1, 2):  # the words have been set before, in the second one
             inputs = inputs_of(mask, seed)
@@ -254,8 +259,7 @@ def test_a_single_backward_call_begins_while_keys_are_on_their_way(
 
 def test_sums_of_a_peer_come_before_the_own_ones_are_written() -> None:
     """A rank whose received rows are done late fetches what others have for it all the same."""
-    mask = builders.causal(2 * ROWS)
-    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=1))
+    mask, plan = both_ways(num_stages=1)
     with group_of(2) as group:
         for seed in (1, 2):
             inputs = inputs_of(mask, seed)
@@ -323,8 +327,7 @@ def test_an_error_in_a_backward_ends_it_on_all_ranks(
 ) -> None:
     """Wherever rank 0 stops enqueueing: before its rows are ready, before its kernel, between kernel and the wait for its
     word, at its last sums. Once it has told the others, every stream runs to its end."""
-    mask = builders.causal(2 * ROWS)
-    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=1))
+    mask, plan = both_ways(num_stages=1)
     with group_of(2, forward_mode=mode) as group:
         group.step(plan, mask, inputs_of(mask, 0), SCALE, bwd_styles=("one", "one"))
         group.world.run()
@@ -353,8 +356,7 @@ def test_an_error_in_a_backward_ends_it_on_all_ranks(
 @pytest.mark.parametrize("num_callers", [1, 2])
 def test_a_kernel_starts_when_peers_come_unless_attention_is_called_on_several_streams(num_callers: int) -> None:
     """Rank 0 has come to the call and finds no room yet. Two calls at a time could wait for each other's rows."""
-    mask = builders.causal(2 * ROWS)
-    plan = build_plan(mask, 2, strategy=ONE_WAY, options=PlanOptions(num_stages=1))
+    mask, plan = one_way()
     with group_of(2, forward_mode="rows") as group:
         inputs = inputs_of(mask, 0)
         for _ in range(num_callers):
@@ -375,8 +377,7 @@ def test_a_kernel_starts_when_peers_come_unless_attention_is_called_on_several_s
 
 def test_a_kernel_that_holds_the_gpu_waits_for_peers_to_come_to_this_call() -> None:
     """Not to the one before, also where calls follow each other with one batch each."""
-    mask = builders.causal(2 * ROWS)
-    plan = build_plan(mask, 2, strategy=ONE_WAY, options=PlanOptions(num_stages=1))
+    mask, plan = one_way()
     with group_of(2, forward_mode="rows") as group:
         inputs = inputs_of(mask, 0)
         group.step(plan, mask, inputs, SCALE, has_backward=False)
@@ -393,8 +394,7 @@ def test_a_kernel_that_holds_the_gpu_waits_for_peers_to_come_to_this_call() -> N
 @pytest.mark.parametrize("others", ["whole", "steps"])
 def test_ranks_whose_forwards_wait_in_different_ways_are_told(others: str) -> None:
     """One would wait for a word that the other one does not write, and no batch would be late."""
-    mask = builders.causal(2 * ROWS)
-    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=1))
+    mask, plan = both_ways(num_stages=1)
     with group_of(2, forward_mode="rows") as group:
         group.ranks[1].attention._forward_mode = others
         with pytest.raises(TransportError, match="do not make the same calls"):
@@ -444,8 +444,7 @@ def test_a_key_buffer_is_not_filled_again_before_peers_of_earlier_stages_have_fe
 
 def test_a_backward_that_waits_for_rows_starts_when_peers_come() -> None:
     """It holds the GPU as a forward does."""
-    mask = builders.causal(2 * ROWS)
-    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=1))
+    mask, plan = both_ways(num_stages=1)
     with group_of(2, forward_mode="rows") as group:
         inputs = inputs_of(mask, 0)
         for _ in range(2):  # the words have been set before, in the second one
@@ -465,8 +464,7 @@ def test_a_backward_that_waits_for_rows_starts_when_peers_come() -> None:
 
 def test_many_stages_are_not_announced_and_a_kernel_waits_for_its_word() -> None:
     """More than a launch has words for. What the last call but one left says that all rows are in."""
-    mask = builders.causal(2 * ROWS)
-    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=4, num_stages=9))
+    mask, plan = both_ways(chunk_rows=4, num_stages=9)
     with group_of(2, forward_mode="rows") as group:
         for seed in range(4):
             inputs = inputs_of(mask, seed)
@@ -481,8 +479,7 @@ def test_many_stages_are_not_announced_and_a_kernel_waits_for_its_word() -> None
 
 def test_a_kernel_is_let_go_where_its_rank_fails_before_the_own_rows_are_packed() -> None:
     """Its copies run when they are released; packing then must not take back that all rows are in."""
-    mask = builders.causal(2 * ROWS)
-    plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=1))
+    mask, plan = both_ways(num_stages=1)
     with group_of(2, forward_mode="rows") as group:
         group.world.hold(*(rank.stream for rank in group.ranks))
         group.step(plan, mask, inputs_of(mask, 0), SCALE, bwd_styles=("one", "one"))

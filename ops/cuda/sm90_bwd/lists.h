@@ -81,7 +81,8 @@ inline int64_t lists_layout(const MaskView& mask, const int32_t* block_ks, int32
   MaskLists made = {};
   made.num_q_tiles = div_up(mask.s_q, kBlockQ);
   made.num_q_chunks = div_up(made.num_q_tiles, 32);
-  const bool may_cut = max_k_tiles(mask, kBorderKeys) > div_up(mask.s_k, kBorderKeys);
+  // If tiles of one size may leave the grid, so may those of the other, as far as they have room.
+  const bool may_cut = max_k_tiles(mask, kBlockKs[0]) > div_up(mask.s_k, kBlockKs[0]);
   made.num_border_words = may_cut ? 4 * div_up(mask.s_k, 128) : 0;
   made.num_tile_lists = num_block_ks;
   int64_t offset = 0;
