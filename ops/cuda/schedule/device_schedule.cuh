@@ -22,8 +22,8 @@ namespace fm3::sm90 {
 constexpr int32_t kTileQ = 128;       // query rows of one forward work tile
 constexpr int32_t kHullCols = 128;    // key columns of one hull; = kBlockMaskTile
 constexpr int32_t kGranuleCols = 16;  // an item begins at a multiple of this, or shifted (ListHead)
-// Key columns of one item; README.md has the figures of other widths. Wide heads take an item of a
-// single tile in two steps, which needs a multiple of 32.
+// Key columns of one item; results/sm90_fwd.md has figures of other widths. Wide heads take an item
+// of a single tile in two steps, which needs a multiple of 32.
 constexpr int32_t kTileItemCols = 160, kPairItemCols = 176;
 constexpr int64_t kMaxLists = 0x7FFFFFFF / 256;  // b * h_mask: a grid of so many tiles of lists
 
