@@ -9,6 +9,7 @@ from paddle_fm3._c_api import MaskView, Strides, _Struct
 
 MAX_PARTS = 48  # fm3::kMaxParts
 MOST_BEGIN_WORDS, MOST_READY_WORDS = 3, 8  # fm3::kMostBeginWords, kMostReadyWords
+MOST_KEY_ENDS = 8  # fm3::kMostKeyEnds
 IPC_HANDLE_BYTES = 64  # fm3::kIpcHandleBytes
 MAX_CHECKED_OUTPUTS = 3  # fm3::kMaxCheckedOutputs
 _POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
@@ -68,6 +69,14 @@ class PackWords(_Struct):
     ]
 
 
+class LocalFirst(_Struct):
+    _fields_ = [
+        ("num_ends", _INT32),
+        ("num_cols", _INT32),
+        ("k_ends", _INT32 * MOST_KEY_ENDS),
+    ]
+
+
 class MergeParams(_Struct):
     _fields_ = [
         ("dtype", _INT32),
@@ -101,7 +110,7 @@ class CheckSameParams(_Struct):
 
 
 STRUCTS: tuple[type[ctypes.Structure], ...] = (
-    SumPartsParams, SumRowsParams, PackParams, PackWords, MergeParams, CheckSameParams,
+    SumPartsParams, SumRowsParams, PackParams, PackWords, LocalFirst, MergeParams, CheckSameParams,
 )  # fmt: skip
 _OUT = ctypes.POINTER(ctypes.c_void_p)
 SIGNATURES: dict[str, list[type]] = {
@@ -110,7 +119,7 @@ SIGNATURES: dict[str, list[type]] = {
     "pack": [ctypes.POINTER(PackParams), _INT32, ctypes.POINTER(PackWords), _POINTER],
     "merge": [ctypes.POINTER(MergeParams), _POINTER],
     "check_same": [ctypes.POINTER(CheckSameParams), _POINTER],
-    "order_local_first": [ctypes.POINTER(MaskView), _POINTER, _INT32, _POINTER],
+    "order_local_first": [ctypes.POINTER(MaskView), _POINTER, ctypes.POINTER(LocalFirst), _POINTER],
     "reserve_sms": [_INT32],
     "device_name": [ctypes.c_char_p, _INT64],
     "malloc": [_INT64, _OUT],

@@ -55,7 +55,8 @@ int64_t fm3_sm90_struct_bytes(const char* name) {
   constexpr fm3::NamedBytes kRows[] = {
       FM3_NAMED_BYTES(SumPartsParams), FM3_NAMED_BYTES(SumRowsParams),
       FM3_NAMED_BYTES(PackParams),     FM3_NAMED_BYTES(PackWords),
-      FM3_NAMED_BYTES(MergeParams),    FM3_NAMED_BYTES(CheckSameParams)};
+      FM3_NAMED_BYTES(MergeParams),    FM3_NAMED_BYTES(CheckSameParams),
+      FM3_NAMED_BYTES(LocalFirst)};
   const int64_t bytes = fm3::bytes_of(fm3::kStructBytes, name);
   return bytes >= 0 ? bytes : fm3::bytes_of(kRows, name);
 }

@@ -160,14 +160,19 @@ int32_t fm3_sm90_check_same(const fm3::CheckSameParams* params, void* stream) {
       [&](cudaStream_t on) { return fm3::sm90::check_same(*params, on); }, stream);
 }
 
-int32_t fm3_sm90_order_local_first(const fm3::MaskView* mask, void* schedule, int32_t k_end,
-                                   void* stream) {
+int32_t fm3_sm90_order_local_first(const fm3::MaskView* mask, void* schedule,
+                                   const fm3::LocalFirst* first, void* stream) {
   constexpr const char* kName = "fm3_sm90_order_local_first";
-  if (mask == nullptr || schedule == nullptr) {
-    return fail(Status::kInvalidArgument, kName, "mask or schedule is nullptr");
+  if (mask == nullptr || schedule == nullptr || first == nullptr) {
+    return fail(Status::kInvalidArgument, kName, "mask, schedule or first is nullptr");
+  }
+  if (first->num_ends < 1 || first->num_ends > fm3::kMostKeyEnds) {
+    return fail(Status::kInvalidArgument, kName,
+                "num_ends=" + std::to_string(first->num_ends) + "; 1 to " +
+                    std::to_string(fm3::kMostKeyEnds));
   }
   const cudaError_t status =
-      fm3::sm90::order_local_first(*mask, schedule, k_end, static_cast<cudaStream_t>(stream));
+      fm3::sm90::order_local_first(*mask, schedule, *first, static_cast<cudaStream_t>(stream));
   if (status == cudaSuccess) return static_cast<int32_t>(Status::kOk);
   return fail(Status::kBackendError, kName, cudaGetErrorString(status));
 }

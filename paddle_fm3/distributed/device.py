@@ -22,6 +22,7 @@ from paddle_fm3._device_api import (
     IPC_HANDLE_BYTES,
     SIGNATURES,
     CheckSameParams,
+    LocalFirst,
     MergeParams,
     PackParams,
     PackWords,
@@ -130,8 +131,8 @@ class Device(Protocol):
         """Until int32(*word - value) >= 0."""
         ...
 
-    def schedule(self, mask: MaskView, num_local: int | None) -> int:
-        """New device memory with the mask's prepared schedule; tiles that need keys [0, num_local) only first."""
+    def schedule(self, mask: MaskView, maybe_first: LocalFirst | None) -> int:
+        """New device memory with the mask's prepared schedule, in the order that `maybe_first` asks for."""
         ...
 
     def bwd_schedule(self, mask: MaskView) -> BwdSchedule:
@@ -262,11 +263,11 @@ class Sm90Device:
 
     # --- kernels ---------------------------------------------------------------------------------
 
-    def schedule(self, mask: MaskView, num_local: int | None) -> int:
+    def schedule(self, mask: MaskView, maybe_first: LocalFirst | None) -> int:
         with self._filled(self._library.fm3_sm90_schedule_bytes(ctypes.byref(mask))) as (schedule, stream):
             self._call("build_schedule", ctypes.byref(mask), schedule, stream)
-            if num_local is not None:
-                self._call("order_local_first", ctypes.byref(mask), schedule, num_local, stream)
+            if maybe_first is not None:
+                self._call("order_local_first", ctypes.byref(mask), schedule, ctypes.byref(maybe_first), stream)
         return schedule
 
     def bwd_schedule(self, mask: MaskView) -> BwdSchedule:

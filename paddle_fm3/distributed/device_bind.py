@@ -6,19 +6,24 @@ kernel calls are filled but for the caller's own tensors, so that a call of atte
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paddle_fm3._c_api import BoundForm, BwdParams, BwdSchedule, FwdParams, MaskView, Shape
-from paddle_fm3._device_api import PackParams, SumRowsParams
+from paddle_fm3._device_api import MOST_KEY_ENDS, LocalFirst, PackParams, SumRowsParams
 from paddle_fm3.distributed.device import DTYPES, ELEM_BYTES, DeviceTensor
-from paddle_fm3.distributed.device_transport import BUFFER_ALIGNMENT, Batch, Piece
+from paddle_fm3.distributed.device_transport import BUFFER_ALIGNMENT, Batch, Part, Piece
 from paddle_fm3.distributed.device_work import DeviceWork, KeyRange, RowBatch, RowPiece, SumTable
 
 NUM_SLOTS = 2  # key buffers, filled in turn
+# Rows of a batch come in up to so many parts of at least so many bytes (14 us at 300 GB/s), each with a word of its own
+# for a forward that waits for it. A part takes 6 us more (two H200s).
+MOST_PARTS, PART_BYTES, _PART_US = 4, 4 << 20, 6
+_COME_US = 16  # until the first part is under way, and from the last one's end until kernels see it
+_MFLOP_PER_US = 700  # of a forward
 _SUM_ROW_BYTES = 16  # of SumTable.rows
 _BYTES = {"key": ELEM_BYTES, "part": ELEM_BYTES, "narrow": ELEM_BYTES, "wide": 4}  # "wire" depends on the work
 
@@ -59,6 +64,43 @@ class PreparedWork:
     sums: tuple[tuple[int, int] | None, ...]  # by reduce batch: addresses of rows and entries
     own_sums: tuple[int, int]
     memory: tuple[int, ...]  # what all of it lies in
+
+
+def _row_bytes(heads: Heads) -> int:
+    """Of a K and a V row, in all batch entries."""
+    return heads.b * (heads.elems(False) + heads.elems(True)) * ELEM_BYTES
+
+
+def part_ends(batch: RowBatch, heads: Heads) -> list[int]:
+    """Up to which row the key buffer is in after each part of what this rank receives; [] if that is nothing.
+
+    Of rows that several peers send there is one part: in the buffer's order all ranks would fetch from the same peer.
+    """
+    if not batch.recvs:
+        return []
+    end = max(piece.row + piece.num_rows for piece in batch.recvs)
+    num_rows = batch.num_recv_rows
+    has_one_peer = len({piece.peer for piece in batch.recvs}) == 1
+    most = min(MOST_PARTS, num_rows * _row_bytes(heads) // PART_BYTES, num_rows)
+    num_parts = max(1, most) if has_one_peer else 1
+    return [end - num_rows + num_rows * part // num_parts for part in range(1, num_parts + 1)]
+
+
+def local_first(work: DeviceWork, heads: Heads, gb_per_s: float) -> LocalFirst:
+    """What a forward that waits for rows itself should begin with: enough to fill the time until all of them are in."""
+    ends = [end for batch in work.gather for end in part_ends(batch, heads)]
+    num_rows = sum(batch.num_recv_rows for batch in work.gather)
+    first = LocalFirst(num_cols=first_cols(heads, num_rows, len(ends), gb_per_s))
+    known = [work.num_own, *ends[:-1]][:MOST_KEY_ENDS]
+    first.num_ends, first.k_ends[: len(known)] = len(known), known
+    return first
+
+
+def first_cols(heads: Heads, num_rows: int, num_parts: int, gb_per_s: float) -> int:
+    """Columns of each list that take the time in which so many rows come."""
+    time_us = _COME_US + num_parts * _PART_US + num_rows * _row_bytes(heads) / (gb_per_s * 1e3)
+    flop_of_column = 2 * 128 * (heads.d_qk + heads.d_v) * heads.b * heads.h_q  # over all heads
+    return min(int(1.1 * time_us * _MFLOP_PER_US * 1e6 / flop_of_column), 1 << 30)
 
 
 def buffer_name(buffer: str, is_v: bool) -> str:
@@ -118,7 +160,7 @@ class BoundWork:
     """See the module.
 
     Attributes:
-        gather: by slot: the batches of the gather.
+        gather, bwd_gather: by slot: the batches of the gather; a forward's come in parts.
         reduce: the batches of the reduction.
         pack: by slot: own K rows, own V rows into the key buffer.
         whole: by slot: one forward over the whole key buffer, or None if it goes in steps.
@@ -131,7 +173,8 @@ class BoundWork:
     def __init__(self, prepared: PreparedWork, heads: Heads, buffers: dict[str, int]) -> None:
         self.prepared, self.heads, self._buffers = prepared, heads, buffers
         work = self._work = prepared.work
-        self.gather = [[self._batch(batch, str(slot)) for batch in work.gather] for slot in range(NUM_SLOTS)]
+        self.gather = [[self._gather(batch, str(slot)) for batch in work.gather] for slot in range(NUM_SLOTS)]
+        self.bwd_gather = [[replace(batch, parts=()) for batch in batches] for batches in self.gather]
         self.reduce = [self._batch(batch, "") for batch in work.reduce]
         self.reduce_bytes = max(
             sum(piece.num_bytes for batch in self.reduce for piece in batch.sends),
@@ -234,6 +277,18 @@ class BoundWork:
             tuple(piece for rows in batch.recvs for piece in self._pieces(rows, slot, is_send=False)),
         )
 
+    def _gather(self, rows: RowBatch, slot: str) -> Batch:
+        batch, ends = self._batch(rows, slot), part_ends(rows, self.heads)
+        if len(ends) < 2:
+            return batch
+        first = min(piece.row for piece in rows.recvs)
+        parts = []
+        for begin, end in zip([first, *ends], ends, strict=False):
+            cut = (_between(piece, begin, end) for piece in rows.recvs)
+            pieces = [x for piece in cut if piece is not None for x in self._pieces(piece, slot, is_send=False)]
+            parts.append(Part(tuple(pieces), end - first))
+        return replace(batch, parts=tuple(parts))
+
     def _pieces(self, rows: RowPiece, slot: str, is_send: bool) -> list[Piece]:
         work, pieces = self._work, []
         # Both ends move the same bytes; the sender's buffer says how wide a value is.
@@ -258,3 +313,11 @@ class BoundWork:
         if buffer == "wire":
             return work.wire_rows[rank]
         return work.max_narrow_rows if buffer == "narrow" else work.max_wide_rows
+
+
+def _between(rows: RowPiece, begin: int, end: int) -> RowPiece | None:
+    """Those that come to rows [begin, end) here."""
+    first, last = max(begin, rows.row), min(end, rows.row + rows.num_rows)
+    if first >= last:
+        return None
+    return replace(rows, row=first, num_rows=last - first, peer_row=rows.peer_row + first - rows.row)

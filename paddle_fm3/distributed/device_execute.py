@@ -18,13 +18,13 @@ The key buffer is double: the next phase fills one while peers may still read th
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 
 from paddle_fm3._c_api import FwdParams, MaskView
-from paddle_fm3._device_api import MAX_PARTS, MergeParams, PackWords, SumPartsParams, SumRowsParams
+from paddle_fm3._device_api import MAX_PARTS, LocalFirst, MergeParams, PackWords, SumPartsParams, SumRowsParams
 from paddle_fm3.distributed.device import DTYPES, ELEM_BYTES, Device, DeviceTensor, ReadyRows
 from paddle_fm3.distributed.device_bind import (
     NUM_SLOTS,
@@ -33,11 +33,12 @@ from paddle_fm3.distributed.device_bind import (
     Heads,
     PreparedWork,
     Tables,
+    local_first,
     needed_bytes,
 )
 from paddle_fm3.distributed.device_style import MAX_WAITING_DIM
 from paddle_fm3.distributed.device_trace import DeviceTrace, span_of
-from paddle_fm3.distributed.device_transport import BUFFER_ALIGNMENT, DeviceTransport, Ticket
+from paddle_fm3.distributed.device_transport import BUFFER_ALIGNMENT, Batch, DeviceTransport, Ticket
 from paddle_fm3.distributed.device_work import DeviceWork, KeyRange
 from paddle_fm3.env import GPU_FORWARDS
 
@@ -112,8 +113,12 @@ class DeviceAttention:
 
     # --- once a mask -----------------------------------------------------------------------------
 
-    def prepare(self, work: DeviceWork) -> PreparedWork:
-        """Masks, schedules and sum tables on the device, as far as this executor needs them. Waits for the device."""
+    def prepare(self, work: DeviceWork, heads: Heads) -> PreparedWork:
+        """Masks, schedules and sum tables on the device, as far as this executor needs them. Waits for the device.
+
+        Args:
+            heads: of the calls to come. Those of other heads are as right, and may wait longer for rows.
+        """
         tables = Tables()
         whole = KeyRange((), 0, work.num_k_rows)
         steps = work.fwd_calls if self._has_forward_steps(work) else ()
@@ -127,7 +132,7 @@ class DeviceAttention:
         base = self.device.upload(tables.as_bytes())
         memory = [base]
 
-        def call_mask(call: KeyRange, *, is_bwd: bool, num_local: int | None = None) -> CallMask | None:
+        def call_mask(call: KeyRange, *, is_bwd: bool, first: LocalFirst | None = None) -> CallMask | None:
             found = masks.get((call.k_begin, call.k_end))
             if found is None:
                 return None
@@ -137,7 +142,7 @@ class DeviceAttention:
             if work.num_own == 0 or view.s_k == 0:
                 return CallMask(view)
             if not is_bwd:
-                memory.append(self.device.schedule(view, num_local))
+                memory.append(self.device.schedule(view, first))
                 return CallMask(view, schedule=memory[-1])
             made = self.device.bwd_schedule(view)
             memory.append(made.data or 0)
@@ -146,10 +151,12 @@ class DeviceAttention:
         def at(addresses: tuple[int, int]) -> tuple[int, int]:
             return base + addresses[0], base + addresses[1]
 
-        num_local = work.num_own if work.num_k_rows > work.num_own else None
+        first = None
+        if self.transport is not None and self.mode_of(work) == "rows" and work.num_k_rows > work.num_own:
+            first = local_first(work, heads, self.transport.gb_per_s)
         return PreparedWork(
             work=work,
-            whole=None if steps else call_mask(whole, is_bwd=False, num_local=num_local),
+            whole=None if steps else call_mask(whole, is_bwd=False, first=first),
             fwd_masks=tuple(call_mask(call, is_bwd=False) for call in steps),
             bwd_masks=tuple(call_mask(call, is_bwd=True) for call in work.bwd_calls),
             sums=tuple(None if one is None else at(one) for one in sums),
@@ -187,7 +194,8 @@ class DeviceAttention:
         slot = self._fill_own(bound, k, v, stream, stream)
         ready = self._ready_rows(work, slot)
         self._num_forwards += 1
-        tickets = self._post_gather(bound, slot, range(len(work.gather)), stream, ready, self._num_forwards)
+        batches = list(enumerate(bound.gather[slot]))
+        tickets = self._post_gather(bound, batches, stream, ready, self._num_forwards)
         if work.num_own == 0:
             return self._num_forwards
         whole = bound.whole[slot]
@@ -299,7 +307,8 @@ class DeviceAttention:
         slot = self._fill_own(bound, k, v, key_stream, stream)
         self.device.event_record(self._own_event, key_stream)
         ready = self._bwd_ready_rows(bound, slot)
-        tickets = self._post_gather(bound, slot, work.bwd_gather, key_stream, ready, call)
+        batches = [(at, bound.bwd_gather[slot][at]) for at in work.bwd_gather]
+        tickets = self._post_gather(bound, batches, key_stream, ready, call)
         self._wait_all_sent(self._reduce_tickets, stream)  # peers have read the part buffer's last content
         self._reduce_tickets = []
         # A rank without own rows computes zeros: it may have to pass on sums of others.
@@ -479,20 +488,20 @@ class DeviceAttention:
         return slot
 
     def _post_gather(
-        self, bound: BoundWork, slot: int, order: Iterable[int], stream: int, ready: ReadyRows | None, call: int
+        self, bound: BoundWork, batches: list[tuple[int, Batch]], stream: int, ready: ReadyRows | None, call: int
     ) -> dict[int, Ticket]:
-        """Tickets by position in the gather's batches."""
+        """Tickets by position in the gather's batches, as these are."""
         tickets: dict[int, Ticket] = {}
         if self.transport is None:
             return tickets
         work = bound.prepared.work
-        for at in order:
-            batch = work.gather[at]
-            after = tuple(tickets[earlier] for earlier in batch.after)
-            before, with_it = work.stage_rows[batch.stage : batch.stage + 2]
+        for at, batch in batches:
+            rows = work.gather[at]
+            after = tuple(tickets[earlier] for earlier in rows.after)
+            before, with_it = work.stage_rows[rows.stage : rows.stage + 2]
             word = None if ready is None else (ready.word, before, with_it)
-            tickets[at] = self.transport.post(bound.gather[slot][at], stream, after, word, call)
-        self._slot_tickets[slot] = list(tickets.values())
+            tickets[at] = self.transport.post(batch, stream, after, word, call)
+        self._slot_tickets[self._slot] = list(tickets.values())
         return tickets
 
     def _wait_stages(self, work: DeviceWork, tickets: dict[int, Ticket], call: KeyRange, stream: int) -> None:

@@ -32,7 +32,7 @@ from paddle_fm3.distributed.device import Device, DeviceError
 from paddle_fm3.distributed.device_held import end_process, end_process_now
 from paddle_fm3.distributed.device_page import FAILURE_OFFSET, NOTE_SCALE, NUM_READY_WORDS, SignalPage
 from paddle_fm3.distributed.device_trace import span_of
-from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Ticket
+from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Part, Ticket
 from paddle_fm3.distributed.rendezvous import machine_name
 from paddle_fm3.distributed.transport import NOT_ALIKE, TransportError
 
@@ -80,7 +80,8 @@ class IpcTransport(DeviceTransport):
         self._word_events = [device.event_create() for _ in range(NUM_READY_WORDS)]
         self._buffers: dict[str, int] = {}
         self._peers: list[dict[str, int]] = [{} for _ in range(num_ranks)]  # by rank: buffer -> address here
-        self._copies: dict[int, tuple[Batch, list[tuple[int, Any]]]] = {}  # by id of the batch
+        # By id of the batch, and whether in parts.
+        self._copies: dict[tuple[int, bool], tuple[Batch, list[tuple[int, Any, int]]]] = {}
         self._tickets: dict[int, Ticket] = {}  # by number modulo NUM_READY_WORDS
         self._whats: dict[str, int] = {}  # 32 bits of each batch's name
         self._num_alike = 0  # batches that all ranks are known to have posted alike
@@ -180,10 +181,15 @@ class IpcTransport(DeviceTransport):
                 device.write_word(self._pull_stream, word[0], word[1])
                 device.event_record(self._word_events[number % NUM_READY_WORDS], self._pull_stream)
             device.event_wait(self._begin_event if recv_after is None else recv_after, self._pull_stream)
-        for peer, copies in self._copies_of(ticket.batch):
-            self._wait_peer(peer, number, self._pull_stream)
+        last_peer, num_told = -1, 0
+        for peer, copies, num_rows in self._copies_of(ticket.batch, word is not None):
+            if word is not None and num_told:
+                device.write_word(self._pull_stream, word[0], word[1] + num_told)
+            if peer != last_peer:
+                self._wait_peer(peer, number, self._pull_stream)
             with span_of(self.trace, "receive", f"{ticket.batch.name} from rank {peer}", self._pull_stream):
                 device.copy(copies, self._pull_stream)
+            last_peer, num_told = peer, num_rows
         if word is not None:
             device.write_word(self._pull_stream, word[0], word[2])
         device.event_record(self._in_events[number % NUM_READY_WORDS], self._pull_stream)
@@ -225,20 +231,24 @@ class IpcTransport(DeviceTransport):
     def _wait_peer(self, peer: int, number: int, stream: int) -> None:
         self._device.wait_word(stream, self._base + self._page.ready_offset(peer, number), number + 1)
 
-    def _copies_of(self, batch: Batch) -> list[tuple[int, Any]]:
-        """By peer, in an order in which not all ranks begin with the same one."""
-        known = self._copies.get(id(batch))
+    def _copies_of(self, batch: Batch, in_parts: bool) -> list[tuple[int, Any, int]]:
+        """Peer, copies, and the rows that are in with them (0: not said). By part; in each, or without parts, by peer,
+        in an order in which not all ranks begin with the same one."""
+        key = (id(batch), in_parts)
+        known = self._copies.get(key)
         if known is not None and known[0] is batch:
             return known[1]
         found = []
-        for peer in sorted({p.peer for p in batch.recvs}, key=lambda peer: (peer - self.rank) % self.num_ranks):
-            copies = [
-                (self._buffers[p.buffer] + p.offset, self._peers[peer][p.peer_buffer] + p.peer_offset, p.num_bytes)
-                for p in batch.recvs
-                if p.peer == peer
-            ]
-            found.append((peer, self._device.copies(copies)))
-        self._copies[id(batch)] = batch, found
+        for part in (batch.parts if in_parts else ()) or (Part(batch.recvs, 0),):
+            peers = sorted({p.peer for p in part.recvs}, key=lambda peer: (peer - self.rank) % self.num_ranks)
+            for peer in peers:
+                copies = [
+                    (self._buffers[p.buffer] + p.offset, self._peers[peer][p.peer_buffer] + p.peer_offset, p.num_bytes)
+                    for p in part.recvs
+                    if p.peer == peer
+                ]
+                found.append((peer, self._device.copies(copies), part.num_rows if peer == peers[-1] else 0))
+        self._copies[key] = batch, found
         return found
 
     def _in_event(self, ticket: Ticket) -> int:

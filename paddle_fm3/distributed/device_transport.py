@@ -31,6 +31,14 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Some of a batch's recvs, or of their bytes."""
+
+    recvs: tuple[Piece, ...]
+    num_rows: int  # of the batch, that are in with this part and those before it
+
+
+@dataclass(frozen=True)
 class Batch:
     """What all ranks post together. Two ranks list the pieces between them in the same order.
 
@@ -40,6 +48,8 @@ class Batch:
     name: str  # for errors and traces: "K/V rows stage 2 hop 0"
     sends: tuple[Piece, ...] = ()
     recvs: tuple[Piece, ...] = ()
+    # The same bytes as recvs, one part after the other, for a transport that can say how far it is; may be empty.
+    parts: tuple[Part, ...] = ()
 
     @cached_property
     def send_peers(self) -> frozenset[int]:
@@ -132,8 +142,9 @@ class DeviceTransport:
         Args:
             stream: what is enqueued on it so far writes the sends, and is the last to touch the recvs' memory.
             after: tickets whose recvs this batch sends on.
-            word: (address, before, after): values to write before anything moves, and once the recvs are in. Work that
-                follows `wait_ready` sees one of them. Only if `raises_words`.
+            word: (address, before, after): values to write before anything moves, and once the recvs are in; between
+                them, `before` and the rows that are in, after each of the batch's parts. Work that follows `wait_ready`
+                sees one of them. Only if `raises_words`.
             call: number of the attention call that the batch belongs to.
             recv_after: an event that the memory of the recvs is free after, if that is before the sends are written.
 
@@ -142,7 +153,7 @@ class DeviceTransport:
         """
         self.check()
         if self._checked.get(id(batch)) is not batch:
-            for piece in (*batch.sends, *batch.recvs):
+            for piece in (*batch.sends, *batch.recvs, *(piece for part in batch.parts for piece in part.recvs)):
                 self._check_piece(batch, piece)
             self._checked[id(batch)] = batch
         for ticket in after:

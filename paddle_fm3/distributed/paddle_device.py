@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from paddle_fm3 import _native
 from paddle_fm3._c_api import BwdSchedule, MaskView
+from paddle_fm3._device_api import LocalFirst
 from paddle_fm3.distributed.device import Sm90Device
 from paddle_fm3.distributed.mask_guard import DeviceArray
 
@@ -38,10 +39,10 @@ class PaddleDevice(Sm90Device):
         paddle.device.synchronize()
         return address
 
-    def schedule(self, mask: MaskView, num_local: int | None) -> int:
+    def schedule(self, mask: MaskView, maybe_first: LocalFirst | None) -> int:
         # NOTE: for what Paddle's stream still does with the memory that Paddle is about to give.
         paddle.device.synchronize()
-        return super().schedule(mask, num_local)
+        return super().schedule(mask, maybe_first)
 
     def bwd_schedule(self, mask: MaskView) -> BwdSchedule:
         paddle.device.synchronize()  # as above

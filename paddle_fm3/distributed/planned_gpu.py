@@ -98,7 +98,7 @@ def planned_attention_on_gpu(
         work = DeviceWork.of(
             plan, rank_plan, is_wire_float32=reduce_dtype == "float32", bwd_style=choose_bwd_style(plan, cost)
         )
-        found = _Seen(attention.prepare(work), kept, block_mask)
+        found = _Seen(attention.prepare(work, _heads_of(q, k, v)), kept, block_mask)
         _free_unused()
         _free_with(found, attention, guard)
         _cache.put(bounds, key, found)
@@ -231,8 +231,8 @@ class _PlannedAttention(PyLayer):
     def forward(
         ctx: Any, q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor, call: _Call
     ) -> tuple[paddle.Tensor, paddle.Tensor]:
-        b, s_local, h_q, d_qk = q.shape
-        heads = Heads(b, h_q, k.shape[2], d_qk, v.shape[3], str(q.dtype).removeprefix("paddle."))
+        heads = _heads_of(q, k, v)
+        b, s_local, h_q, _ = q.shape
         out = paddle.empty([b, s_local, h_q, v.shape[3]], q.dtype)  # [b, s_local, h_q, d_v]
         lse = paddle.empty([b, h_q, s_local], "float32")  # [b, h_q, s_local]
         tensors = [_device_tensor(x) for x in (q, k, v, out)]
@@ -282,6 +282,11 @@ def _guarded(attention: DeviceAttention, action: Callable[..., Any], *arguments:
         if attention.transport is not None:
             attention.transport.fail(f"{type(error).__name__}: {error}")
         raise
+
+
+def _heads_of(q: paddle.Tensor, k: paddle.Tensor, v: paddle.Tensor) -> Heads:
+    b, _, h_q, d_qk = q.shape
+    return Heads(b, h_q, k.shape[2], d_qk, v.shape[3], str(q.dtype).removeprefix("paddle."))
 
 
 def _device_tensor(x: paddle.Tensor) -> DeviceTensor:

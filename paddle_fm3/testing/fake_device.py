@@ -22,7 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paddle_fm3._c_api import BwdParams, BwdSchedule, DType, FwdParams, MaskView, Strides
-from paddle_fm3._device_api import CheckSameParams, MergeParams, PackParams, PackWords, SumPartsParams, SumRowsParams
+from paddle_fm3._device_api import (
+    CheckSameParams,
+    LocalFirst,
+    MergeParams,
+    PackParams,
+    PackWords,
+    SumPartsParams,
+    SumRowsParams,
+)
 from paddle_fm3.testing import native_call
 
 _ALIGNMENT = 256
@@ -287,7 +295,7 @@ class FakeDevice:
 
     # --- kernels ---------------------------------------------------------------------------------
 
-    def schedule(self, mask: MaskView, num_local: int | None) -> int:
+    def schedule(self, mask: MaskView, maybe_first: LocalFirst | None) -> int:
         return self.malloc(1)
 
     def bwd_schedule(self, mask: MaskView) -> BwdSchedule:

@@ -116,7 +116,7 @@ class RankStep:
     """One rank's forward and backward on given tensors, again and again. Outputs are NaN before the first."""
 
     def __init__(self, attention: DeviceAttention, prepared: PreparedWork, heads: Heads, local: Inputs) -> None:
-        self._attention, self._prepared, self._heads, self.local = attention, prepared, heads, local
+        self._attention, self._prepared, self.heads, self.local = attention, prepared, heads, local
         self.out = torch.full_like(local.dout, float("nan"))
         self.lse = torch.full((heads.b, heads.h_q, local.q.shape[1]), float("nan"), device="cuda")
         self.dq, self.dk, self.dv = (torch.full_like(x, float("nan")) for x in (local.q, local.k, local.v))
@@ -128,19 +128,19 @@ class RankStep:
 
     def with_attention(self, attention: DeviceAttention) -> RankStep:
         """The same tensors and masks under another executor."""
-        return RankStep(attention, self._prepared, self._heads, self.local)
+        return RankStep(attention, self._prepared, self.heads, self.local)
 
     def forward(self) -> None:
         x = self.local
         self._attention.forward(
-            self._prepared, self._heads, *map(tensor_of, (x.q, x.k, x.v, self.out)), self.lse.data_ptr(), self.scale,
+            self._prepared, self.heads, *map(tensor_of, (x.q, x.k, x.v, self.out)), self.lse.data_ptr(), self.scale,
             torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip
 
     def backward(self) -> None:
         x = self.local
         self._attention.backward(
-            self._prepared, self._heads, *map(tensor_of, (x.q, x.k, x.v, self.out)), self.lse.data_ptr(),
+            self._prepared, self.heads, *map(tensor_of, (x.q, x.k, x.v, self.out)), self.lse.data_ptr(),
             tensor_of(x.dout), None, *map(tensor_of, (self.dq, self.dk, self.dv)), self.scale,
             torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip

@@ -87,7 +87,7 @@ class RankProcess:
         work = load_work(self.folder / f"{job['work']}_rank{self.rank}.npz")
         rows = torch.from_numpy(np.load(self.folder / f"{job['work']}_rank{self.rank}_rows.npy")).cuda()
         local = self.inputs(job, heads).rows(rows)
-        return gpu_cp.RankStep(attention, attention.prepare(work), heads, local), rows
+        return gpu_cp.RankStep(attention, attention.prepare(work, heads), heads, local), rows
 
     def inputs(self, job: Job, heads: Heads) -> gpu_cp.Inputs:
         key = json.dumps([job["heads"], job["s"]])

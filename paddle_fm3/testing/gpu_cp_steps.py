@@ -104,7 +104,7 @@ def run(process: Any, jobs: list[Job]) -> list[Job]:
             result: Job = {"forward_mode": moving.mode_of(step.work)}
             results.append(result)
             begin_s = time.perf_counter()
-            moving.discard(moving.prepare(step.work))
+            moving.discard(moving.prepare(step.work, step.heads))
             result["prepare_ms"] = round(1e3 * (time.perf_counter() - begin_s), 3)
             before = sum(ipc.received_bytes)
             _step(step)

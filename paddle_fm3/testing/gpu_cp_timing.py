@@ -13,10 +13,12 @@ import numpy as np
 import torch
 
 from paddle_fm3._c_api import MaskView
+from paddle_fm3._device_api import LocalFirst
 from paddle_fm3.distributed.device import ELEM_BYTES, Sm90Device
 from paddle_fm3.testing.cases import AttentionCase
 from paddle_fm3.testing.gpu_call import GpuMask, Sm90
 
+MOST_COLS = 1 << 30  # more than a list visits
 _TOTALS_BYTES, _ENTRY_BYTES = 256, 8  # ScheduleTotals' place, QueryTileEntry
 
 
@@ -60,11 +62,12 @@ class LateKeys:
 
     Args:
         source_device_idx: the GPU they come from, another one; None: host memory.
+        num_first_cols: that the tiles visit which come first, by the pieces that they wait for.
     """
 
     def __init__(
         self, device: Sm90Device, case: AttentionCase, num_local: int, num_pieces: int,
-        source_device_idx: int | None = None,
+        source_device_idx: int | None = None, num_first_cols: int = MOST_COLS,
     ) -> None:  # fmt: skip
         self.device, self._num_local = device, num_local
         self.mask = GpuMask.of(case)
@@ -84,7 +87,10 @@ class LateKeys:
         view: MaskView = self.mask.view
         self.stream, self.copy_stream = torch.cuda.Stream(), torch.cuda.Stream()
         torch.cuda.synchronize()  # the schedule is built on another stream
-        device._call("order_local_first", view, schedule.data_ptr(), num_local, self.stream.cuda_stream)
+        cuts = np.linspace(num_local, case.s_k, num_pieces + 1).astype(int).tolist()
+        first = LocalFirst(num_pieces, num_first_cols)
+        first.k_ends[:num_pieces] = cuts[:-1]
+        device._call("order_local_first", view, schedule.data_ptr(), first, self.stream.cuda_stream)
         torch.cuda.synchronize()
         self._params = sm90.forward_params(self.q, self.k, self.v, self.mask, self.out, self.lse, schedule=schedule)
         self._keep = (schedule, sm90.prepare(self._params))
@@ -98,7 +104,6 @@ class LateKeys:
             copies = [(sources[0], self.k.data_ptr(), self.k.nbytes), (sources[1], self.v.data_ptr(), self.v.nbytes)]
             device.copy(device.copies(copies), self.copy_stream.cuda_stream)
             torch.cuda.synchronize()
-        cuts = np.linspace(num_local, case.s_k, num_pieces + 1).astype(int).tolist()
         self._pieces = []
         for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
             copies = []

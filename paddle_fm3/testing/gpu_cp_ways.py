@@ -84,7 +84,7 @@ class PartsTransport(IpcTransport):
         if device.way.has_copies:
             device.event_record(self._begin_event, stream)
             device.event_wait(self._begin_event, self._pull_stream)
-            for _, copies in self._copies_of(ticket.batch):
+            for _, copies, _ in self._copies_of(ticket.batch, word is not None):
                 device.copy(copies, self._pull_stream)
         # Beside `stream`: a word through host memory takes some microseconds. That of `word` holds what the last phase
         # with waits has left in this place, all rows.

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels that prepare a schedule, run on the host, and the same lists made one granule after the
-// other: for test/unit/test_sm90_spans.py.
+// The kernels that prepare a schedule and that change its order, run on the host, and the same lists made
+// one granule after the other: for test/unit/test_sm90_spans.py and test_sm90_local_first.py.
 #include <algorithm>
 #include <vector>
 
 #include "cuda_on_host.h"
+#include "ops/cuda/rows/local_first.cuh"
 #include "ops/cuda/schedule/launch_sizes.cuh"
 #include "ops/cuda/schedule/with_form.cuh"
 
@@ -87,6 +88,13 @@ void build_schedule(const MaskView* mask, void* blob) {
   ScheduleView schedule;
   schedule_layout(*mask, blob, &schedule);
   with_form(mask->form, [&](auto form) { build<decltype(form)::value>(*mask, schedule); });
+}
+
+void order_local_first(const MaskView* mask, void* blob, const LocalFirst* first) {
+  ScheduleView schedule;
+  schedule_layout(*mask, blob, &schedule);
+  cuda_on_host::launch(2 * mask->b * mask->h_mask, kOrderLanes, local_first_kernel, schedule,
+                       *first);
 }
 
 // Byte offsets of the totals, of order, costs and spans of tiles, then of pairs; and max_spans.

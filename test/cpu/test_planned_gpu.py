@@ -55,9 +55,9 @@ class ModelAttention(DeviceAttention):
         super().backward(*arguments)
         self.world.run()
 
-    def prepare(self, work: Any) -> Any:
+    def prepare(self, work: Any, heads: Any) -> Any:
         self.num_prepared += 1
-        return super().prepare(work)
+        return super().prepare(work, heads)
 
     def discard(self, prepared: Any) -> None:
         super().discard(prepared)

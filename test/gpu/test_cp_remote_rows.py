@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from paddle_fm3 import _native  # noqa: E402
+from paddle_fm3._device_api import LocalFirst  # noqa: E402
 from paddle_fm3.distributed.device import Sm90Device  # noqa: E402
 from paddle_fm3.testing import gpu_cp_timing  # noqa: E402
 from paddle_fm3.testing.cases import benchmark_case, resized  # noqa: E402
@@ -24,17 +25,17 @@ def device() -> Sm90Device:
     return Sm90Device(_native.sm90_library())
 
 
-@pytest.mark.parametrize("num_pieces", [1, 5])
+@pytest.mark.parametrize(("num_pieces", "num_first_cols"), [(1, gpu_cp_timing.MOST_COLS), (5, 20_000)])
 @pytest.mark.parametrize(
     ("name", "b", "h_q", "h_kv"),
     [("8k_full", 1, 8, 2), ("8k_causal", 1, 8, 2), ("8k_document", 1, 8, 2),
      ("8k_causal", 3, 4, 4), ("32k_causal", 1, 10, 5)],  # two of five key heads at a time
 )  # fmt: skip
 def test_keys_are_nan_until_they_arrive(
-    device: Sm90Device, name: str, b: int, h_q: int, h_kv: int, num_pieces: int
+    device: Sm90Device, name: str, b: int, h_q: int, h_kv: int, num_pieces: int, num_first_cols: int
 ) -> None:
     case = resized(benchmark_case(name), b=b, h_q=h_q, h_kv=h_kv)
-    late = gpu_cp_timing.LateKeys(device, case, num_local=2000, num_pieces=num_pieces)
+    late = gpu_cp_timing.LateKeys(device, case, num_local=2000, num_pieces=num_pieces, num_first_cols=num_first_cols)
     out, lse = Sm90(device._library).forward(late.q, late.k_full, late.v_full, late.mask)
     try:
         for delay_ms in (0.0, 2.0):
@@ -47,23 +48,34 @@ def test_keys_are_nan_until_they_arrive(
         late.close()
 
 
-def test_local_tiles_come_first_and_nothing_else_changes(device: Sm90Device) -> None:
+@pytest.mark.parametrize(
+    ("ends", "num_cols", "num_first"),
+    [((4096,), gpu_cp_timing.MOST_COLS, 31), ((4096, 6144), gpu_cp_timing.MOST_COLS, 47), ((4096, 6144), 20_000, 6),
+     ((1024, 6144), 40_000, 14)],
+)  # fmt: skip
+def test_local_tiles_come_first_and_nothing_else_changes(
+    device: Sm90Device, ends: tuple[int, ...], num_cols: int, num_first: int
+) -> None:
     case = resized(benchmark_case("8k_causal"), b=1, h_q=4, h_kv=4)
     mask = GpuMask.of(case)
     q, k, v = (torch.randn(1, 8192, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     plain = Sm90(device._library).forward(q, k, v, mask)
     schedule = Sm90(device._library).build_schedule(mask)
-    device._call("order_local_first", mask.view, schedule.data_ptr(), 4096, torch.cuda.current_stream().cuda_stream)
+    first = LocalFirst(len(ends), num_cols)
+    first.k_ends[: len(ends)] = ends
+    device._call("order_local_first", mask.view, schedule.data_ptr(), first, torch.cuda.current_stream().cuda_stream)
     again = Sm90(device._library).forward(q, k, v, mask, schedule=schedule)
     assert torch.equal(plain[0], again[0]) and torch.equal(plain[1], again[1])
-    order = gpu_cp_timing.tile_order(schedule, mask)
     # Causal, 160 columns an item: query tile t visits columns [0, 128 (t + 1)), rounded up to items.
-    items = [-(-(tile + 1) * 128 // 160) for tile in order]
-    num_local = sum(count * 160 <= 4096 for count in items)
-    assert sorted(order) == list(range(64)) and num_local == 31
-    assert all(count * 160 <= 4096 for count in items[:num_local])
-    for part in (items[:num_local], items[num_local:]):
-        assert part == sorted(part, reverse=True)
+    cols = [-(-(tile + 1) * 128 // 160) * 160 for tile in range(64)]
+    rest = sorted(range(64), key=lambda tile: (-cols[tile], tile))
+    wanted: list[int] = []
+    for end in ends:
+        for tile in [tile for tile in rest if cols[tile] <= end]:
+            if sum(cols[one] for one in wanted) < num_cols:
+                wanted.append(tile)
+                rest.remove(tile)
+    assert gpu_cp_timing.tile_order(schedule, mask) == wanted + rest and len(wanted) == num_first
 
 
 def test_keys_that_never_come_end_in_a_status(device: Sm90Device) -> None:

@@ -126,7 +126,7 @@ class Group:
         rows = [plan.rank_plan(rank, mask).key_rows_global()[: works[rank].num_own] for rank in range(self.num_ranks)]
         b, _, h_q, d_qk = inputs["q"].shape
         heads = Heads(b, h_q, inputs["k"].shape[2], d_qk, inputs["v"].shape[3], "float16")
-        prepared = on_ranks(self.num_ranks, lambda rank: self.ranks[rank].attention.prepare(works[rank]))
+        prepared = on_ranks(self.num_ranks, lambda rank: self.ranks[rank].attention.prepare(works[rank], heads))
 
         def enqueue(rank: int) -> dict[str, Any]:
             one = self.ranks[rank]

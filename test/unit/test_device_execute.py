@@ -202,7 +202,7 @@ def test_a_mask_is_taken_to_the_device_once_and_given_back(
         monkeypatch.setattr(one.device, "malloc", lambda size: taken.append(group.world.new_memory(size)) or taken[-1])
         monkeypatch.setattr(one.device, "free", taken.remove)
         work = DeviceWork.of(plan, plan.rank_plan(0, mask))
-        prepared = one.attention.prepare(work)
+        prepared = one.attention.prepare(work, Heads(1, 2, 1, 8, 8, "float16"))
         bwd_masks = [call for call in prepared.bwd_masks if call is not None]
         assert len(work.fwd_calls) == 3 == len(bwd_masks) and len(taken) == 1 + num_schedules + len(bwd_masks)
         for call in bwd_masks:
@@ -257,8 +257,8 @@ def test_wrong_tensors_and_options_are_refused() -> None:
     group = Group(1, 0)
     inputs = make_inputs(np.random.default_rng(0), 1, 64, 2, 1, 8, 8)
     rank = group.ranks[0]
-    prepared = rank.attention.prepare(DeviceWork.of(plan, plan.rank_plan(0, mask)))
     heads = Heads(1, 2, 1, 8, 8, "float16")
+    prepared = rank.attention.prepare(DeviceWork.of(plan, plan.rank_plan(0, mask)), heads)
     x = {name: DeviceTensor.contiguous(256, *inputs[name].shape) for name in ("q", "k", "v", "dout")}
     wrong = DeviceTensor.contiguous(256, 1, 63, 1, 8)
     with pytest.raises(ValueError, match=r"k is \[1, 63, 1, 8\]; rank 0 of this plan wants \[1, 64, 1, 8\]"):

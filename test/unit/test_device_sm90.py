@@ -12,7 +12,15 @@ import pytest
 
 from paddle_fm3 import _c_api, _device_api
 from paddle_fm3._c_api import BwdParams, FwdParams, MaskView
-from paddle_fm3._device_api import CheckSameParams, MergeParams, PackParams, PackWords, SumPartsParams, SumRowsParams
+from paddle_fm3._device_api import (
+    CheckSameParams,
+    LocalFirst,
+    MergeParams,
+    PackParams,
+    PackWords,
+    SumPartsParams,
+    SumRowsParams,
+)
 from paddle_fm3.distributed.device import Device, DeviceError, Sm90Device
 
 
@@ -82,7 +90,7 @@ def test_every_method_reaches_its_function(library: StubLibrary) -> None:
     device.copy(device.copies([(4096, 8192, 16), (4112, 8208, 16)]), stream)
     device.write_word(stream, 4096, (1 << 32) + 5)
     device.wait_word(stream, 4096, 7)
-    assert device.schedule(MaskView(), None) == device.schedule(MaskView(), 100) == 4096
+    assert device.schedule(MaskView(), None) == device.schedule(MaskView(), LocalFirst()) == 4096
     made = device.bwd_schedule(MaskView(s_q=7))
     assert (made.data, made.bytes, made.mask.s_q) == (4096, 128, 7)
     device.forward(FwdParams(), stream)
@@ -114,7 +122,7 @@ def test_what_cannot_be_filled_is_given_back(library: StubLibrary, failing: str)
     library.failing = failing
     with pytest.raises(DeviceError, match="fm3_sm90: no"):
         device.upload(np.arange(5))
-        device.schedule(MaskView(), 100)
+        device.schedule(MaskView(), LocalFirst())
         device.bwd_schedule(MaskView())
     assert library.calls[-3:] == [failing, "stream_destroy", "free"]
 

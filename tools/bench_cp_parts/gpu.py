@@ -234,6 +234,7 @@ def late_key_records(device_idx: int | None, repeats: int, commit: str | None) -
 
     from paddle_fm3._native import sm90_library
     from paddle_fm3.distributed.device import Sm90Device
+    from paddle_fm3.distributed.device_bind import Heads, first_cols
     from paddle_fm3.testing import bench
     from paddle_fm3.testing.cases import benchmark_case, resized
     from paddle_fm3.testing.gpu_call import Sm90
@@ -244,7 +245,10 @@ def late_key_records(device_idx: int | None, repeats: int, commit: str | None) -
     for name, heads in LATE_CASES:
         h_q, h_kv = map(int, heads.split("/"))
         case = resized(benchmark_case(name), b=1, h_q=h_q, h_kv=h_kv)
-        late = LateKeys(device, case, num_local=case.s_k // 2, num_pieces=4, source_device_idx=device_idx)
+        as_planned = first_cols(Heads(1, h_q, h_kv, case.d_qk, case.d_v, "bfloat16"), case.s_k // 2, 4, 300.0)
+        late = LateKeys(
+            device, case, num_local=case.s_k // 2, num_pieces=4, source_device_idx=device_idx, num_first_cols=as_planned
+        )
         try:
             out, lse = Sm90(sm90_library()).forward(late.q, late.k_full, late.v_full, late.mask)
             late.poison()

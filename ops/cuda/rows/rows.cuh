@@ -20,7 +20,7 @@ cudaError_t pack(const PackParams* params, int32_t count, const PackWords* words
                  cudaStream_t stream);
 cudaError_t merge(const MergeParams& params, cudaStream_t stream);
 cudaError_t check_same(const CheckSameParams& params, cudaStream_t stream);
-cudaError_t order_local_first(const MaskView& mask, void* schedule, int32_t k_end,
+cudaError_t order_local_first(const MaskView& mask, void* schedule, const LocalFirst& first,
                               cudaStream_t stream);
 
 }  // namespace fm3::sm90

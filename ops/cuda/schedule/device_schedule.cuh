@@ -92,7 +92,7 @@ struct SpanLists {
 // Over all lists of the mask.
 struct ScheduleTotals {
   unsigned long long tile_items, pair_items;  // of the type that atomicAdd takes
-  // Entries at the end of each order that need keys still to come; 0 but for order_local_first.
+  // Entries at the end of each order that come after all others of all lists; 0 but for order_local_first.
   int32_t late_tiles, late_pairs;
 };
 

@@ -17,10 +17,9 @@ FM3_EXPORT int32_t fm3_sm90_pack(const fm3::PackParams* params, int32_t count,
                                  const fm3::PackWords* words,
                                  void* stream);  // words: may be nullptr
 FM3_EXPORT int32_t fm3_sm90_merge(const fm3::MergeParams* params, void* stream);
-// Changes the order of a prepared schedule: query tiles that visit key columns [0, k_end) only come
-// first; in both halves the dearest stay first.
+// Changes the order of a prepared schedule, once.
 FM3_EXPORT int32_t fm3_sm90_order_local_first(const fm3::MaskView* mask, void* schedule,
-                                              int32_t k_end, void* stream);
+                                              const fm3::LocalFirst* first, void* stream);
 FM3_EXPORT int32_t fm3_sm90_check_same(const fm3::CheckSameParams* params, void* stream);
 
 // --- Room ----------------------------------------------------------------------------------------

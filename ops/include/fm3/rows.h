@@ -13,6 +13,7 @@ namespace fm3 {
 constexpr int32_t kMaxParts = 48;       // one launch's partial results
 constexpr int32_t kMostRowTensors = 2;  // of one launch of pack or sum_rows: K and V
 constexpr int32_t kMostBeginWords = 3, kMostReadyWords = 8;
+constexpr int32_t kMostKeyEnds = 8;
 constexpr int32_t kIpcHandleBytes = 64;
 constexpr int32_t kMaxCheckedOutputs = 3;
 
@@ -62,6 +63,15 @@ struct PackWords {
   uint32_t ready_value;              // of the first of them; one more for each that follows
   uint32_t* ready[kMostReadyWords];  // written when every GPU sees all rows
   uint32_t* num_done;                // device memory; 0 before the launch, and after
+};
+
+// Which query tiles a forward begins with while keys are on their way: key rows [0, k_ends[0]) are there, and others
+// come in parts. Tiles that wait for no part come first, then those that wait for the first part only, and so on, the
+// dearest of each first, until they visit enough; the others follow, of all lists the dearest first.
+struct LocalFirst {
+  int32_t num_ends;              // up to kMostKeyEnds
+  int32_t num_cols;              // key columns of a list, of 128 query rows each, that are enough
+  int32_t k_ends[kMostKeyEnds];  // ascending; the last part is behind them
 };
 
 // Attention over disjoint sets of keys becomes attention over all of them.

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which query tiles the Hopper forward begins with while keys are on their way: the kernel that orders them, run on the
+host, against the rule tile by tile."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+
+import numpy as np
+import pytest
+from schedule_support import Lists, build, compile_library, mask_of, take_apart, unpack
+
+from paddle_fm3._device_api import LocalFirst
+from paddle_fm3.testing.cases import benchmark_case, resized
+from paddle_fm3.testing.native_call import NativeMask
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+ENOUGH = 1 << 30
+ENDS = [(8192,), (4000, 4096), (100, 2000, 6000, 8000), (1024, 2048, 3072, 4096, 5120, 6144, 7168, 8191)]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return compile_library(tmp_path_factory.mktemp("schedule"))
+
+
+def ordered(
+    library: ctypes.CDLL, mask: NativeMask, ends: tuple[int, ...], num_cols: int
+) -> tuple[np.ndarray, Lists, ...]:
+    """Late tiles and pairs; lists before and after."""
+    blob = build(library, mask)
+    before = [Lists(x.order.copy(), x.costs.copy(), x.spans.copy()) for x in take_apart(library, mask, blob)[1]]
+    first = LocalFirst(len(ends), num_cols)
+    first.k_ends[: len(ends)] = ends
+    view = mask.view
+    library.order_local_first(ctypes.byref(view), ctypes.c_void_p(blob.ctypes.data), ctypes.byref(first))
+    return blob[16:24].view(np.int32), before, take_apart(library, mask, blob)[1]
+
+
+def wanted_order(
+    lists: Lists, list_idx: int, ends: tuple[int, ...], num_cols: int, is_pair: bool
+) -> tuple[list[int], int]:
+    """The entries in order, and how many come first."""
+    item_cols = 176 if is_pair else 160
+    entries = lists.order[list_idx, :, 0].tolist()
+
+    def part(entry: int) -> int:
+        k_begin, count, _, _ = unpack(lists.spans[list_idx, entry, : lists.num_spans[list_idx, entry]])[-1]
+        k_end = k_begin + int(lists.shifts[list_idx, entry]) + count * item_cols
+        return next((at for at, end in enumerate(ends) if k_end <= end), len(ends))
+
+    first, visited = [], 0
+    for at in range(len(ends)):
+        for entry in entries:
+            if part(entry) == at and visited < num_cols:
+                first.append(entry)
+                visited += int(lists.costs[list_idx, entry, 0]) * item_cols * (2 if is_pair else 1)
+    return first + [entry for entry in entries if entry not in first], len(first)
+
+
+@pytest.mark.parametrize("num_cols", [0, 1, 20_000, 60_000, ENOUGH])
+@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize("name", ["8k_causal", "8k_document", "8k_causal_document", "8k_full"])
+def test_tiles_come_first_by_what_they_wait_for_until_there_are_enough(
+    library: ctypes.CDLL, name: str, ends: tuple[int, ...], num_cols: int
+) -> None:
+    mask = mask_of(resized(benchmark_case(name), b=1))
+    late, before, after = ordered(library, mask, ends, num_cols)
+    for is_pair, (old, new) in enumerate(zip(before, after, strict=True)):
+        wanted, num_first = wanted_order(old, 0, ends, num_cols, bool(is_pair))
+        assert new.order[0, :, 0].tolist() == wanted
+        assert late[is_pair] == len(wanted) - num_first
+        heads = dict(old.order[0].tolist())
+        assert [heads[entry] for entry in wanted] == new.order[0, :, 1].tolist()
+        assert np.array_equal(old.spans, new.spans)
+
+
+def test_what_comes_first_comes_first_in_every_list(library: ctypes.CDLL) -> None:
+    """Two lists of which one has more such tiles."""
+    rows = 40 * 128
+    bounds = np.empty((2, 1, rows, 2), np.int32)
+    for at, edges in enumerate(([0, 900, 2000, rows], [0, 3000, rows])):
+        for begin, end in zip(edges[:-1], edges[1:], strict=True):
+            bounds[at, :, begin:end] = end, begin
+    mask = NativeMask.from_bounds(bounds, False, rows, None)
+    ends, num_cols = (2100, 3200), 30_000
+    late, before, after = ordered(library, mask, ends, num_cols)
+    counts = []
+    for list_idx in range(2):
+        wanted, num_first = wanted_order(before[0], list_idx, ends, num_cols, False)
+        assert after[0].order[list_idx, :, 0].tolist() == wanted
+        counts.append(num_first)
+    assert counts[0] != counts[1] and late[0] == 40 - min(counts)
+
+
+def test_a_tile_whose_last_step_reaches_over_an_end_waits_for_the_next_part(library: ctypes.CDLL) -> None:
+    """It copies those keys, hidden or not."""
+    bounds = np.empty((1, 1, 1024, 2), np.int32)
+    bounds[..., :512, :], bounds[..., 512:, :] = (512, 0), (1024, 512)
+    mask = NativeMask.from_bounds(bounds, False, 1024, None)
+    for end, num_first in ((639, 0), (640, 4)):
+        late, _, _ = ordered(library, mask, (end,), ENOUGH)
+        assert late[0] == 8 - num_first
