@@ -331,6 +331,7 @@ class IpcTransport(DeviceTransport):
         self._watch.join()
         self._close_peers()
         self._free_buffers()
+        self._device.free(self._num_packed)
         self._device.host_unregister(self._page.address)
         self._page.close()
 

@@ -60,6 +60,7 @@ class FakeWorld:
         self._done: list[set[int]] = []  # by event: those that have run; a wait means one record, as in CUDA
         self._when: dict[int, int] = {}  # by event: num_run at its last record that has run
         self._memory: list[NDArray[np.uint8]] = []
+        self.live: set[int] = set()  # addresses that nobody has freed
         self._held: set[int] = set()
         self.num_run = 0
         self.history: list[tuple[int, str]] = []  # stream and what, of all that has run
@@ -160,9 +161,11 @@ class FakeWorld:
 
     def new_memory(self, num_bytes: int) -> int:
         array = np.full(num_bytes + _ALIGNMENT, 0xFF, np.uint8)  # NaN in every float format
+        address = -(-array.ctypes.data // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
             self._memory.append(array)
-        return -(-array.ctypes.data // _ALIGNMENT) * _ALIGNMENT
+            self.live.add(address)
+        return address
 
     def map(self, address: int, change: int) -> None:
         """Another rank opens memory, or closes it."""
@@ -172,6 +175,8 @@ class FakeWorld:
     def free(self, address: int) -> None:
         """Kept all the same: what still uses it reads what was there last."""
         with self._lock:
+            assert address in self.live, f"{address:#x} is freed, which is not taken"
+            self.live.remove(address)
             if self._num_mappings[address]:
                 self.freed_while_mapped.append(address)
 

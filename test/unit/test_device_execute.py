@@ -190,25 +190,21 @@ def test_single_calls_of_ranks_of_few_rows(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("mode", "num_schedules"), [("rows", 1), ("whole", 1), ("steps", 3)])
-def test_a_mask_is_taken_to_the_device_once_and_given_back(
-    mode: str, num_schedules: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mask_is_taken_to_the_device_once_and_given_back(mode: str, num_schedules: int) -> None:
     mask = builders.causal(192)
     plan = build_plan(mask, 2, strategy="fm3_no_pruning", options=PlanOptions(chunk_rows=16, num_stages=2))
     group = Group(2, 4, forward_mode=mode, timeout_s=20.0)
     try:
-        one = group.ranks[0]
-        taken: list[int] = []
-        monkeypatch.setattr(one.device, "malloc", lambda size: taken.append(group.world.new_memory(size)) or taken[-1])
-        monkeypatch.setattr(one.device, "free", taken.remove)
+        one, before = group.ranks[0], set(group.world.live)
         work = DeviceWork.of(plan, plan.rank_plan(0, mask))
         prepared = one.attention.prepare(work, Heads(1, 2, 1, 8, 8, "float16"))
         bwd_masks = [call for call in prepared.bwd_masks if call is not None]
+        taken = group.world.live - before
         assert len(work.fwd_calls) == 3 == len(bwd_masks) and len(taken) == 1 + num_schedules + len(bwd_masks)
         for call in bwd_masks:
             assert call.bwd_schedule is not None and call.bwd_schedule.data in taken
         one.attention.discard(prepared)
-        assert taken == []
+        assert group.world.live == before
     finally:
         group.close()
 

@@ -115,6 +115,15 @@ def test_registering_again_gives_larger_buffers(pair: Pair) -> None:
     pair.transports[0].post(big[0], pair.streams[0])
 
 
+def test_a_closed_transport_gives_all_memory_back() -> None:
+    """Also what it had before it was given other buffers."""
+    pair = Pair()
+    on_ranks(2, lambda rank: pair.transports[rank].register({"x": 4096, "y": 512}))
+    assert len(pair.world.live) > 4
+    pair.close()
+    assert pair.world.live == set()
+
+
 def test_nothing_is_kept_of_masks_that_are_gone() -> None:
     """A training run has a new one every step."""
     group = Group(2, seed=3)
