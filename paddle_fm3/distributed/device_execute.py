@@ -309,8 +309,10 @@ class DeviceAttention:
         ready = self._bwd_ready_rows(bound, slot)
         batches = [(at, bound.bwd_gather[slot][at]) for at in work.bwd_gather]
         tickets = self._post_gather(bound, batches, key_stream, ready, call)
-        self._wait_all_sent(self._reduce_tickets, stream)  # peers have read the part buffer's last content
-        self._reduce_tickets = []
+        if self._reduce_tickets:
+            assert self.transport is not None
+            self.transport.wait_sent(self._reduce_tickets, stream)  # peers have read the part buffer's last content
+            self._reduce_tickets = []
         # A rank without own rows computes zeros: it may have to pass on sums of others.
         num_calls = sum(params is not None for params in bound.backward[slot])
         dq_parts = self._scratch_parts("dq", num_calls if num_calls > 1 else 0, dq.num_elems * ELEM_BYTES)
@@ -474,12 +476,10 @@ class DeviceAttention:
         # Also where this rank's kernel does not wait for rows itself. A ring passes on what it receives.
         if transport is not None and self.mode_of(work) == "rows" and not work.is_ring:
             beside = stream if self._key_stream is None else self._key_stream
-            event = transport.when_free(tickets, beside)
-            if event is not None and beside != stream:
-                self.device.event_wait(event, stream)
+            transport.wait_free(tickets, stream, beside)
             transport.announce(words, len(work.gather), (self._words + _READY_WORDS[slot], work.num_own), caller)
-        else:
-            self._wait_all_sent(tickets, stream)
+        elif transport is not None:
+            transport.wait_sent(tickets, stream)
         for params, own in zip(bound.pack[slot], (k, v), strict=True):
             own.into(params, "from_", "stride_from")
         if work.num_own or words.num_ready:
@@ -533,15 +533,6 @@ class DeviceAttention:
         # One event serves: the backward waits for it as it is enqueued, before the next record.
         self.device.event_record(self._keys_event, self._key_stream)
         return self._keys_event
-
-    def _wait_all_sent(self, tickets: list[Ticket], stream: int) -> None:
-        peers: set[int] = set()
-        for ticket in reversed(tickets):  # the last batch to a peer stands for those before it
-            newly = ticket.batch.send_peers - peers
-            if newly:
-                assert self.transport is not None
-                self.transport.wait_sent(ticket, stream)
-                peers |= newly
 
     def _fork(self, stream: int, others: list[int]) -> None:
         """What the others do from now on comes after what `stream` holds so far."""

@@ -8,7 +8,7 @@ Memory is shared through CUDA IPC handles; they and the page's path go through t
 records, and nothing is unpickled.
 
 A stream that waits for a word cannot give up by itself. So a thread of each rank looks at the page: when a peer has
-ended, or a batch has waited for longer than the timeout, it writes why, and every rank's thread releases all words.
+ended, or a stream has waited for longer than the timeout, it writes why, and every rank's thread releases all words.
 Streams then run to their end, with contents that mean nothing, and the next call raises the reason; a program that
 makes no further call is ended before it trusts them for long (`device_held`).
 """
@@ -21,7 +21,8 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from paddle_fm3.distributed.device import Device, DeviceError
 from paddle_fm3.distributed.device_held import end_process, end_process_now
 from paddle_fm3.distributed.device_page import FAILURE_OFFSET, NOTE_SCALE, NUM_READY_WORDS, SignalPage
 from paddle_fm3.distributed.device_trace import span_of
-from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Part, Ticket
+from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Part, Ticket, last_sends
 from paddle_fm3.distributed.rendezvous import machine_name
 from paddle_fm3.distributed.transport import NOT_ALIKE, TransportError
 
@@ -45,6 +46,16 @@ _callers: dict[str, set[int]] = {}  # by GPU: streams of this process on which a
 _FAR = 1 << 30  # a released word is so far ahead that no wait to come is behind it
 
 
+@dataclass(eq=False)
+class _Fetch:
+    """Something waits until a peer has fetched what a batch sends."""
+
+    peer: int
+    ticket: Ticket
+    wanted: int | None  # number of the word by which a stream says that it has come to wait; None: it has
+    since_s: float | None = None  # when it was first seen to wait for nothing else
+
+
 class IpcTransport(DeviceTransport):
     """See the module.
 
@@ -53,7 +64,7 @@ class IpcTransport(DeviceTransport):
     Args:
         device: of this rank; several ranks may share one GPU.
         exchange: hands this rank's small record to all ranks and returns everyone's, by rank. Collective.
-        timeout_s: longest time a batch may wait for a peer.
+        timeout_s: longest time a stream may wait for a peer.
 
     Raises:
         TransportError: the ranks are on several machines, or a rank cannot map the page.
@@ -84,6 +95,7 @@ class IpcTransport(DeviceTransport):
         self._copies: dict[tuple[int, bool], tuple[Batch, list[tuple[int, Any, int]]]] = {}
         self._tickets: dict[int, Ticket] = {}  # by number modulo NUM_READY_WORDS
         self._whats: dict[str, int] = {}  # 32 bits of each batch's name
+        self._fetches: list[_Fetch] = []  # that the watch is to time
         self._num_alike = 0  # batches that all ranks are known to have posted alike
         self._num_pulled = 0  # batches that were in when the watch last looked
         self._was_raised = self._is_ending = False
@@ -108,13 +120,21 @@ class IpcTransport(DeviceTransport):
                 page = SignalPage(Path(records[0]["path"]), self.rank, self.num_ranks, False)
             except OSError as failure:
                 error = f"rank {self.rank} cannot map {records[0]['path']}: {failure}"
-        errors = [r["error"] for r in self._exchange({"error": error}) if r["error"]]
-        if page is not None and self.rank == 0:
-            page.unlink()
-        if errors:
-            raise TransportError(errors[0])
+        try:
+            self._agree(error)
+        finally:
+            if page is not None and self.rank == 0:
+                page.unlink()
         assert page is not None
         return page
+
+    def _agree(self, error: str | None, **record: Any) -> list[Record]:
+        """All ranks' records. If one of them has an error, every rank raises it."""
+        records = self._exchange({"error": error, **record})
+        for other in records:
+            if other["error"]:
+                raise TransportError(other["error"])
+        return records
 
     # --- the transport ---------------------------------------------------------------------------
 
@@ -134,21 +154,16 @@ class IpcTransport(DeviceTransport):
                 handles[name] = self._device.ipc_export(self._buffers[name]).hex()
         except DeviceError as failure:
             error = f"rank {self.rank} cannot share {sum(sizes.values())} bytes: {failure}"
-        records = self._exchange({"error": error, "handles": handles})
-        errors = [record["error"] for record in records if record["error"]]
-        if not errors:
-            try:
-                for peer, record in enumerate(records):
-                    if peer != self.rank:
-                        self._peers[peer] = {
-                            name: self._device.ipc_open(bytes.fromhex(handle))
-                            for name, handle in record["handles"].items()
-                        }
-            except DeviceError as failure:
-                errors = [f"rank {self.rank} cannot reach the memory of rank {peer}: {failure}"]
-        errors = [r["error"] for r in self._exchange({"error": errors[0] if errors else None}) if r["error"]]
-        if errors:
-            raise TransportError(errors[0])
+        records = self._agree(error, handles=handles)
+        try:
+            for peer, record in enumerate(records):
+                if peer != self.rank:
+                    self._peers[peer] = {
+                        name: self._device.ipc_open(bytes.fromhex(handle)) for name, handle in record["handles"].items()
+                    }
+        except DeviceError as failure:
+            error = f"rank {self.rank} cannot reach the memory of rank {peer}: {failure}"
+        self._agree(error)
         return dict(self._buffers)
 
     def forget(self) -> None:
@@ -221,11 +236,10 @@ class IpcTransport(DeviceTransport):
             return
         mine = ticket if ticket.number == number else self._tickets[number % NUM_READY_WORDS]
         others = [rank for rank, note in posted.items() if note != posted.get(self.rank)]
-        self._page.fail(
+        self._end(
             f"rank {self.rank} of {self.num_ranks} is at '{mine.batch.name}' of call {mine.call} and rank "
-            f"{', '.join(map(str, others))} is not: {NOT_ALIKE}"
+            f"{_listed(others)} is not: {NOT_ALIKE}"
         )
-        self._page.release(self._num_posts + _FAR)
         self.check()
 
     def _wait_peer(self, peer: int, number: int, stream: int) -> None:
@@ -259,15 +273,34 @@ class IpcTransport(DeviceTransport):
     def _wait(self, ticket: Ticket, stream: int) -> None:
         self._device.event_wait(self._in_event(ticket), stream)
 
-    def _when_free(self, tickets: list[Ticket], beside: int) -> int | None:
-        device, peers = self._device, set[int]()
-        for ticket in reversed(tickets):  # the last batch to a peer stands for those before it
-            for peer in ticket.batch.send_peers - peers:
-                device.wait_word(beside, self._base + self._page.pulled_offset(peer), ticket.number + 1)
-            peers |= ticket.batch.send_peers
-        device.event_wait(self._in_event(tickets[-1]), beside)
-        device.event_record(self._free_event, beside)
-        return self._free_event
+    def _wait_sent(self, sends: dict[int, Ticket], stream: int) -> None:
+        self._wait_fetched(sends, stream, stream)
+
+    def _wait_free(self, tickets: list[Ticket], stream: int, beside: int) -> None:
+        self._wait_fetched(last_sends(tickets), stream, beside)
+        self._device.event_wait(self._in_event(tickets[-1]), beside)
+        if beside != stream:
+            self._device.event_record(self._free_event, beside)
+            self._device.event_wait(self._free_event, stream)
+
+    def _wait_fetched(self, sends: dict[int, Ticket], stream: int, beside: int) -> None:
+        """Where `stream` is to overwrite what these batches send, by peer; the waits are enqueued on `beside`. Peers
+        from which something is still to come are timed by that; for the others `stream` says that it has come here.
+
+        Claim:      no stream waits here for ever, and none that is not kept waiting ends the group.
+        Because:    a batch that was posted before this wait does not need it. If it receives from the peer, it is in
+                    only when the peer has come to it, too: after it has posted what it is to fetch, and watches that.
+        Breaks if:  a batch is in before its peers have come to it.
+        Tested by:  test/unit/test_device_stall.py
+        """
+        untimed = {peer: ticket for peer, ticket in sends.items() if self._last_recvs[peer] < ticket.number}
+        if untimed:
+            wanted = max(ticket.number for ticket in untimed.values())
+            self._fetches.extend(_Fetch(peer, ticket, wanted) for peer, ticket in untimed.items())
+            word = self._base + self._page.wanted_offset(self.rank, wanted)
+            self._device.write_word(stream, word, wanted + 1)
+        for peer, ticket in sends.items():
+            self._device.wait_word(beside, self._base + self._page.pulled_offset(peer), ticket.number + 1)
 
     def _announce(self, words: PackWords, num_batches: int, here: tuple[int, int], caller: int) -> None:
         _callers.setdefault(self._gpu, set()).add(caller)
@@ -298,16 +331,12 @@ class IpcTransport(DeviceTransport):
         for at, ticket in enumerate(tickets):
             if at == 0 and not is_announced:
                 self._device.event_wait(self._word_events[ticket.number % NUM_READY_WORDS], stream)
-            for peer in sorted({piece.peer for piece in ticket.batch.recvs}):
+            for peer in sorted(ticket.batch.recv_peers):
                 if not is_announced or len(_callers[self._gpu]) > 1:
                     self._wait_peer(peer, ticket.number, stream)
-                elif at == 0 or all(peer != piece.peer for one in tickets[:at] for piece in one.batch.recvs):
+                elif all(peer not in one.batch.recv_peers for one in tickets[:at]):
                     word = self._base + self._page.come_offset(peer)
                     self._device.wait_word(stream, word, tickets[0].number + 1)
-
-    def _wait_sent(self, ticket: Ticket, stream: int) -> None:
-        for peer in ticket.batch.send_peers:
-            self._device.wait_word(stream, self._base + self._page.pulled_offset(peer), ticket.number + 1)
 
     # --- failure ---------------------------------------------------------------------------------
 
@@ -320,7 +349,10 @@ class IpcTransport(DeviceTransport):
             raise TransportError("the transport is closed")
 
     def fail(self, reason: str) -> None:
-        self._page.fail(f"rank {self.rank} of {self.num_ranks} stopped: {reason}")
+        self._end(f"rank {self.rank} of {self.num_ranks} stopped: {reason}")
+
+    def _end(self, reason: str) -> None:
+        self._page.fail(reason)
         self._page.release(self._num_posts + _FAR)
 
     def close(self) -> None:
@@ -349,35 +381,33 @@ class IpcTransport(DeviceTransport):
     def _watch_page(self) -> None:
         watched, since_s = -1, 0.0
         while not self._is_closed.wait(_TICK_S):
-            number = self._page.word(self._page.pulled_offset(self.rank))  # first: a failure releases this word too
+            number = self._num_pulled_by(self.rank)  # first: a failure releases this word too
             if self._page.failure is not None:
                 self._release()
                 continue
             self._num_pulled = number
-            ended = [r for r in range(self.num_ranks) if r != self.rank and self._page.has_ended(r)]
-            if ended:
-                self._give_up(f"the process of rank {', '.join(map(str, ended))} has ended")
-                continue
-            missed = self._missed_by_one_that_left()
-            if missed is not None:
-                self._give_up(missed)
-                continue
-            gave_up_row = self._page.word(self._page.status_offset(self.rank))
-            if gave_up_row:
-                self._give_up(f"its attention kernel waited too long for key row {gave_up_row - 1}")
-                continue
             is_waiting = number < self._num_posts and self._is_ready(self.rank, number)
             if not is_waiting or number != watched:
                 watched, since_s = number if is_waiting else -1, time.monotonic()
-            elif time.monotonic() - since_s > self._timeout_s:
-                self._give_up(self._why_waiting(number))
+            reason = self._why_lost() or self._missed_by_one_that_left() or self._why_unfetched()
+            if reason is None and is_waiting and time.monotonic() - since_s > self._timeout_s:
+                reason = self._why_waiting(number)
+            if reason is not None:
+                self._page.fail(f"rank {self.rank} of {self.num_ranks}: {reason}")
+
+    def _why_lost(self) -> str | None:
+        ended = [rank for rank in range(self.num_ranks) if rank != self.rank and self._page.has_ended(rank)]
+        if ended:
+            return f"the process of rank {_listed(ended)} has ended"
+        gave_up_row = self._page.word(self._page.status_offset(self.rank))
+        return f"its attention kernel waited too long for key row {gave_up_row - 1}" if gave_up_row else None
 
     def _missed_by_one_that_left(self) -> str | None:
         """Says so if a rank has taken its leave without having posted a batch that this one has."""
         for rank in range(self.num_ranks):
             if rank == self.rank or not self._page.has_closed(rank):
                 continue
-            number = self._page.word(self._page.pulled_offset(rank))
+            number = self._num_pulled_by(rank)
             ticket = self._tickets.get(number % NUM_READY_WORDS)
             if ticket is not None and ticket.number == number:
                 return f"rank {rank} has ended in order, before '{ticket.batch.name}'"
@@ -402,27 +432,59 @@ class IpcTransport(DeviceTransport):
         One that ends in order waits, for a while, until the others have copied what they need of its memory.
         """
         is_error = getattr(sys, "last_type", None) is not None
+        sends, unfetched = last_sends(sorted(self._tickets.values(), key=lambda ticket: ticket.number)), list[int]()
+        self._fetches.extend(_Fetch(peer, ticket, None) for peer, ticket in sends.items())
         end_s = time.monotonic() + self._timeout_s
-        while not is_error and self._page.failure is None and time.monotonic() < end_s:
-            num_pulled = [self._page.word(self._page.pulled_offset(rank)) for rank in range(self.num_ranks)]
+        while not is_error:
+            num_pulled = [self._num_pulled_by(rank) for rank in range(self.num_ranks)]  # first, as in `_watch_page`
+            if self._page.failure is not None:
+                break
+            unfetched = [peer for peer, ticket in sends.items() if num_pulled[peer] <= ticket.number]
             if min(num_pulled) >= self._num_posts:
                 self._page.mark_closed()
                 break
+            if time.monotonic() > end_s and all(fetch.since_s is None for fetch in self._fetches):
+                break
             time.sleep(1e-3)
         failure = self._page.failure
-        if failure is not None and self._num_pulled < self._num_posts and not self._was_raised:
+        if failure is not None and (self._num_pulled < self._num_posts or unfetched) and not self._was_raised:
             end_process_now(failure)
 
+    def _num_pulled_by(self, rank: int) -> int:
+        """How many batches a rank has in; the word counts all that were posted."""
+        return self._page.word(self._page.pulled_offset(rank))
+
     def _is_ready(self, rank: int, number: int) -> bool:
+        """The rank has come to the batch: its sends are ready."""
         return self._page.word(self._page.ready_offset(rank, number)) >= number + 1
 
     def _why_waiting(self, number: int) -> str:
         ticket = self._tickets[number % NUM_READY_WORDS]
-        silent = sorted({p.peer for p in ticket.batch.recvs if not self._is_ready(p.peer, number)})
+        silent = [peer for peer in ticket.batch.recv_peers if not self._is_ready(peer, number)]
         what = f"gave up on '{ticket.batch.name}' after {self._timeout_s:g} s: "
-        if silent:
-            return what + f"nothing came from rank {', '.join(map(str, silent))} (stalled)"
-        return what + "the copies do not end"
+        return what + (f"nothing came from rank {_listed(silent)} (stalled)" if silent else "the copies do not end")
 
-    def _give_up(self, reason: str) -> None:
-        self._page.fail(f"rank {self.rank} of {self.num_ranks}: {reason}")
+    def _why_unfetched(self) -> str | None:
+        """Says so if something has waited too long for peers to fetch."""
+        now_s, late = time.monotonic(), dict[int, tuple[Ticket, list[int]]]()
+        for fetch in self._fetches[:]:  # others are added meanwhile
+            number, wanted = fetch.ticket.number, fetch.wanted
+            if self._num_pulled_by(fetch.peer) > number:
+                self._fetches.remove(fetch)
+            elif self._is_ready(self.rank, number) and (wanted is None or self._page.is_wanted(wanted)):
+                fetch.since_s = fetch.since_s or now_s
+                # A peer that has come to the batch waits for another rank, and names it in time unless it has stopped.
+                limit_s = self._timeout_s * (2 if self._is_ready(fetch.peer, number) else 1)
+                if now_s - fetch.since_s > limit_s:
+                    late.setdefault(number, (fetch.ticket, []))[1].append(fetch.peer)
+        if not late:
+            return None
+        ticket, peers = late[min(late)]
+        return (
+            f"gave up on '{ticket.batch.name}' after {self._timeout_s:g} s: rank {_listed(peers)} has not fetched it "
+            "(stalled)"
+        )
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(set(ranks))))

@@ -117,7 +117,9 @@ class NcclTransport(DeviceTransport):
     def _wait(self, ticket: Ticket, stream: int) -> None:
         self._device.event_wait(self._events[ticket.number % NUM_EVENTS], stream)
 
-    _wait_sent = _wait  # a batch is done as a whole
+    def _wait_sent(self, sends: dict[int, Ticket], stream: int) -> None:
+        # A batch is done as a whole, and after those before it.
+        self._wait(max(sends.values(), key=lambda ticket: ticket.number), stream)
 
     def _slice(self, piece: Piece) -> paddle.Tensor:
         """The piece's bytes of the buffer itself, not a copy."""

@@ -8,6 +8,8 @@ read why, also after the process that wrote it has ended.
     ready[r][n]    rank r's stream, batch n          streams that copy from r   read the sends of batch n of rank r
     pulled[r]      rank r's stream, after its copies streams of any rank        overwrite sends up to that batch
     come[r]        rank r's pack, as it begins       streams of attention       hold the GPU until rows are in
+    wanted[r][n]   rank r's stream, before it waits  -, read by rank r's watch  say for how long peers have kept it from
+                   for pulled of peers                                          overwriting the sends of batch n
     status[r]      rank r's stream, after a kernel   -, read by rank r's watch  say that the kernel gave up
     notes[r][n]    rank r's host, as it posts        -, read by later posts     know that all post the same
 """
@@ -26,8 +28,9 @@ import numpy as np
 FAILURE_OFFSET = 0  # of a word that is not 0 once there is a failure: the length of its reason
 NUM_READY_WORDS = 1024  # more than the batches that can be under way: buffers are reused after a few
 NOTE_SCALE = 1 << 32  # a note is the number of a batch, from 1 on, times this, and 32 bits of what it is
-_HEAD_BYTES, _RANK_BYTES = 4096, 16384
-_PULLED, _STATUS, _PID, _STARTED, _CLOSED, _COME, _NOTES = 4096, 4160, 4224, 4232, 4240, 4288, 8192  # in a rank's part
+_HEAD_BYTES, _RANK_BYTES = 4096, 20480
+_PULLED, _STATUS, _PID, _STARTED, _CLOSED, _COME = 4096, 4160, 4224, 4232, 4240, 4288  # in a rank's part
+_NOTES, _WANTED = 8192, 16384
 _REASON_AT, _MAX_REASON_BYTES = 64, 2048
 _FOLDER = Path("/dev/shm")
 
@@ -54,9 +57,9 @@ class SignalPage:
         self._words64 = self._bytes.view(np.uint64)
         # Of all ranks. (A memoryview's items are quicker than an array's.)
         self._notes = memoryview(self._map).cast("Q")
-        self._notes_at = [(self._base(r) + _NOTES) // 8 for r in range(num_ranks)]
-        self._words64[(self._base(rank) + _STARTED) // 8] = start_time(os.getpid())
-        self._words64[(self._base(rank) + _PID) // 8] = os.getpid()
+        self._notes_at = [(self._part(r) + _NOTES) // 8 for r in range(num_ranks)]
+        self._words64[(self._part(rank) + _STARTED) // 8] = start_time(os.getpid())
+        self._words64[(self._part(rank) + _PID) // 8] = os.getpid()
 
     @classmethod
     def create(cls, num_ranks: int) -> SignalPage:
@@ -68,22 +71,28 @@ class SignalPage:
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
 
-    def _base(self, rank: int) -> int:
+    def _part(self, rank: int) -> int:
         return _HEAD_BYTES + rank * _RANK_BYTES
 
     # --- words: offsets for streams, values for the host -----------------------------------------
 
     def ready_offset(self, rank: int, number: int) -> int:
-        return self._base(rank) + number % NUM_READY_WORDS * 4
+        return self._part(rank) + number % NUM_READY_WORDS * 4
 
     def pulled_offset(self, rank: int) -> int:
-        return self._base(rank) + _PULLED
+        return self._part(rank) + _PULLED
 
     def come_offset(self, rank: int) -> int:
-        return self._base(rank) + _COME
+        return self._part(rank) + _COME
+
+    def wanted_offset(self, rank: int, number: int) -> int:
+        return self._part(rank) + _WANTED + number % NUM_READY_WORDS * 4
 
     def status_offset(self, rank: int) -> int:
-        return self._base(rank) + _STATUS
+        return self._part(rank) + _STATUS
+
+    def is_wanted(self, number: int) -> bool:
+        return self.word(self.wanted_offset(self.rank, number)) >= number + 1
 
     def word(self, offset: int) -> int:
         return int(self._words[offset // 4])
@@ -91,7 +100,7 @@ class SignalPage:
     def release(self, value: int) -> None:
         """Every wait for a value up to `value` ends, on every rank."""
         for rank in range(self.num_ranks):
-            begin = self._base(rank) // 4
+            begin = self._part(rank) // 4
             self._words[begin : begin + NUM_READY_WORDS] = value
             for offset in (self.pulled_offset(rank), self.come_offset(rank)):
                 self._words[offset // 4] = value
@@ -112,15 +121,15 @@ class SignalPage:
 
     def has_ended(self, rank: int) -> bool:
         """The rank's process is gone and had not closed its transport."""
-        pid, started = (int(self._words64[(self._base(rank) + at) // 8]) for at in (_PID, _STARTED))
+        pid, started = (int(self._words64[(self._part(rank) + at) // 8]) for at in (_PID, _STARTED))
         return pid != 0 and not self.has_closed(rank) and start_time(pid) != started
 
     def has_closed(self, rank: int) -> bool:
-        return self.word(self._base(rank) + _CLOSED) != 0
+        return self.word(self._part(rank) + _CLOSED) != 0
 
     def mark_closed(self) -> None:
         """This rank takes its leave in order: that its process ends is no failure."""
-        self._words[(self._base(self.rank) + _CLOSED) // 4] = 1
+        self._words[(self._part(self.rank) + _CLOSED) // 4] = 1
 
     def close(self) -> None:
         self.mark_closed()

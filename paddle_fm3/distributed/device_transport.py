@@ -55,6 +55,10 @@ class Batch:
     def send_peers(self) -> frozenset[int]:
         return frozenset(piece.peer for piece in self.sends)
 
+    @cached_property
+    def recv_peers(self) -> frozenset[int]:
+        return frozenset(piece.peer for piece in self.recvs)
+
 
 @dataclass(eq=False)
 class Ticket:
@@ -64,6 +68,11 @@ class Ticket:
     number: int  # of posts before it; the same on every rank
     owner: DeviceTransport = field(repr=False)
     call: int = 0  # of attention, that it belongs to; the same on every rank
+
+
+def last_sends(tickets: Iterable[Ticket]) -> dict[int, Ticket]:
+    """By peer: the last of these batches that sends to it, which stands for those before it."""
+    return {peer: ticket for ticket in tickets for peer in ticket.batch.send_peers}
 
 
 class DeviceTransport:
@@ -92,6 +101,7 @@ class DeviceTransport:
         self.sent_bytes, self.received_bytes = [0] * num_ranks, [0] * num_ranks
         self._sizes: dict[str, int] = {}
         self._num_posts = 0
+        self._last_recvs = [-1] * num_ranks  # by peer: number of the last batch that receives from it
         self._is_attached = False
         self._checked: dict[int, Batch] = {}  # by id; batches are posted again and again
 
@@ -156,8 +166,7 @@ class DeviceTransport:
             for piece in (*batch.sends, *batch.recvs, *(piece for part in batch.parts for piece in part.recvs)):
                 self._check_piece(batch, piece)
             self._checked[id(batch)] = batch
-        for ticket in after:
-            self._check_ticket(ticket, "post after")
+        self._check_tickets(after, "post after")
         if word is not None and not self.raises_words:
             raise TransportError(f"post of {batch.name!r}: {type(self).__name__} cannot write device words")
         ticket = Ticket(batch, self._num_posts, self, call)
@@ -168,26 +177,28 @@ class DeviceTransport:
             self.sent_bytes[piece.peer] += piece.num_bytes
         for piece in batch.recvs:
             self.received_bytes[piece.peer] += piece.num_bytes
+            self._last_recvs[piece.peer] = ticket.number
         return ticket
 
     def wait(self, ticket: Ticket, stream: int) -> None:
         """Work enqueued on `stream` from now on sees the recvs of the batch."""
-        self._check_ticket(ticket, "wait")
+        self._check_tickets([ticket], "wait")
         self._wait(ticket, stream)
 
-    def wait_sent(self, ticket: Ticket, stream: int) -> None:
-        """Work enqueued on `stream` from now on may overwrite the sends of this batch, and of earlier ones to its
-        peers."""
-        self._check_ticket(ticket, "wait_sent")
-        self._wait_sent(ticket, stream)
+    def wait_sent(self, tickets: list[Ticket], stream: int) -> None:
+        """Work enqueued on `stream` from now on may overwrite the sends of these batches, which are in order."""
+        self._check_tickets(tickets, "wait_sent")
+        sends = last_sends(tickets)
+        if sends:
+            self._wait_sent(sends, stream)
 
-    def when_free(self, tickets: list[Ticket], beside: int) -> int | None:
-        """An event after which the memory of these batches may be used again: peers have fetched what they sent, and
-        what they received is in, their words written. `beside`: a stream to wait on. None: nothing is waited for. Only
-        if `raises_words`."""
-        for ticket in tickets:
-            self._check_ticket(ticket, "when_free")
-        return self._when_free(tickets, beside) if tickets else None
+    def wait_free(self, tickets: list[Ticket], stream: int, beside: int) -> None:
+        """Work enqueued on `stream` from now on may use the memory of these batches, which are in order: peers have
+        fetched what they sent, and what they received is in, their words written. `beside`: a stream to wait on, so
+        that `stream` waits for an event alone. Only if `raises_words`."""
+        self._check_tickets(tickets, "wait_free")
+        if tickets:
+            self._wait_free(tickets, stream, beside)
 
     def announce(self, words: PackWords, num_batches: int, here: tuple[int, int], caller: int) -> None:
         """Adds to `words` those by which peers learn that this rank has come to the next batches to post, of which none
@@ -208,8 +219,7 @@ class DeviceTransport:
         launch that makes rows ready. A kernel that holds the GPU until its rows are in could otherwise wait for a peer
         that waits, in another collective, for a kernel that finds no room on this GPU."""
         posted = list(tickets)
-        for ticket in posted:
-            self._check_ticket(ticket, "wait_ready")
+        self._check_tickets(posted, "wait_ready")
         self._wait_ready(posted, stream)
 
     def check(self) -> None:
@@ -239,10 +249,10 @@ class DeviceTransport:
     def _wait(self, ticket: Ticket, stream: int) -> None:
         raise NotImplementedError
 
-    def _wait_sent(self, ticket: Ticket, stream: int) -> None:
+    def _wait_sent(self, sends: dict[int, Ticket], stream: int) -> None:
         raise NotImplementedError
 
-    def _when_free(self, tickets: list[Ticket], beside: int) -> int | None:
+    def _wait_free(self, tickets: list[Ticket], stream: int, beside: int) -> None:
         raise NotImplementedError
 
     def _announce(self, words: PackWords, num_batches: int, here: tuple[int, int], caller: int) -> None:
@@ -251,9 +261,10 @@ class DeviceTransport:
     def _wait_ready(self, tickets: list[Ticket], stream: int) -> None:
         raise NotImplementedError
 
-    def _check_ticket(self, ticket: Ticket, what: str) -> None:
-        if not isinstance(ticket, Ticket) or ticket.owner is not self:
-            raise TransportError(f"{what}: {ticket!r} was not posted on this transport")
+    def _check_tickets(self, tickets: Iterable[Ticket], what: str) -> None:
+        for ticket in tickets:
+            if not isinstance(ticket, Ticket) or ticket.owner is not self:
+                raise TransportError(f"{what}: {ticket!r} was not posted on this transport")
 
     def _check_piece(self, batch: Batch, piece: Piece) -> None:
         size = self._sizes.get(piece.buffer)

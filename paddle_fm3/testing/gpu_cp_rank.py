@@ -5,7 +5,8 @@ CONFIG is a JSON file: port, num_ranks, devices (by rank), timeout_s, out (folde
 rank writes out/rank<RANK>.jsonl, one line a job. Jobs of kind
 
     check   forward and backward `repeats` times against one GPU: relative errors, bytes, equality of repeats
-    stall   rank `victim` stays away from a step; what the others are told, and when
+    stall   rank `victim` stays away from a step, or, without "has_backward", from forwards alone; what the others are
+            told, and when
     kill    rank `victim` kills itself in a step; likewise
     time    milliseconds of forward, backward and both, by events; see `gpu_cp_steps`. Jobs that follow one another with
             the same "case" are timed in turns.
@@ -150,8 +151,9 @@ class RankProcess:
         begin_s = time.perf_counter()
         with torch.cuda.stream(stream):
             step, _ = self.step(job, attention)
-            step.forward()
-            step.backward()
+            calls = (step.forward, step.backward) if job.get("has_backward", True) else (step.forward,)
+            for call in calls:
+                call()
             stream.synchronize()
             begin_s = time.perf_counter()
             if self.rank == job["victim"]:
@@ -159,9 +161,9 @@ class RankProcess:
                     os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(job["timeout_s"] + 3)
             try:
-                for _ in range(2):
-                    step.forward()
-                    step.backward()
+                for _ in range(3):  # the third one's rows go where those of the first are
+                    for call in calls:
+                        call()
                 stream.synchronize()
                 assert transport is not None
                 deadline_s = time.perf_counter() + 1.0  # the watch looks every few milliseconds

@@ -91,8 +91,9 @@ class PartsTransport(IpcTransport):
         for offset in (page.ready_offset(self.rank, ticket.number), page.pulled_offset(self.rank)):
             device.write_word(self._pull_stream, self._base + offset, ticket.number + 1)
 
-    def _when_free(self, tickets: list[Ticket], beside: int) -> int | None:
-        return super()._when_free(tickets, beside) if self._device.way.has_waits else None
+    def _wait_free(self, tickets: list[Ticket], stream: int, beside: int) -> None:
+        if self._device.way.has_waits:
+            super()._wait_free(tickets, stream, beside)
 
     def _announce(self, words: PackWords, num_batches: int, here: tuple[int, int], caller: int) -> None:
         if self._device.way.has_waits:
@@ -102,9 +103,9 @@ class PartsTransport(IpcTransport):
         if self._device.way.has_waits:
             super()._wait(ticket, stream)
 
-    def _wait_sent(self, ticket: Ticket, stream: int) -> None:
+    def _wait_sent(self, sends: dict[int, Ticket], stream: int) -> None:
         if self._device.way.has_waits:
-            super()._wait_sent(ticket, stream)
+            super()._wait_sent(sends, stream)
 
     def _wait_ready(self, tickets: list[Ticket], stream: int) -> None:
         if self._device.way.has_waits:

@@ -31,11 +31,13 @@ from paddle_fm3.distributed.device_held import EXIT_STATUS
 from paddle_fm3.distributed.device_nccl import NcclTransport
 from paddle_fm3.distributed.device_trace import DeviceTrace
 from paddle_fm3.distributed.device_transport import Batch
+from paddle_fm3.distributed.device_work import DeviceWork
 from paddle_fm3.distributed.planner import PlanOptions, build_plan
-from paddle_fm3.distributed.strategy import STRATEGIES
+from paddle_fm3.distributed.strategy import STRATEGIES, Strategy
 from paddle_fm3.distributed.topology import Topology
 from paddle_fm3.distributed.trace import Trace
 from paddle_fm3.distributed.transport import TcpTransport
+from paddle_fm3.mask import builders
 from paddle_fm3.testing.fake_device import FakeDevice, FakeWorld
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,6 +150,29 @@ def test_every_strategy_in_any_order(strategy: str, monkeypatch: pytest.MonkeyPa
             group.world.run()  # buffers may grow between steps, which waits for the stream
         for collect, inputs, mask in cases[-1:]:
             check(collect(), inputs, mask)
+
+
+def test_a_key_buffer_is_not_filled_again_before_all_of_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's first batch has left when the third call comes to the same memory; its second one has not."""
+    mask = builders.causal(96)
+    plan = build_plan(mask, 3, strategy=Strategy("one_way", "contiguous"), options=PlanOptions(num_stages=2))
+    gather = DeviceWork.of(plan, plan.rank_plan(0, mask)).gather
+    early, late = ({piece.peer for piece in batch.sends} for batch in gather)
+    assert early and late and not early & late
+    group = nccl_group(3, 1, monkeypatch, timeout_s=20.0)
+    cases = [make_inputs(np.random.default_rng(seed), 1, 96, 2, 1, 8, 8) for seed in range(4)]
+    group.step(plan, mask, cases[0], 8**-0.5, has_backward=False)
+    group.world.run()
+    side = group.ranks[0].transport._stream.cuda_stream
+    collects = [group.step(plan, mask, inputs, 8**-0.5, has_backward=False) for inputs in cases[1:]]
+    while group.world.head(side) != f"send of rank 0, peer {min(late)}":
+        assert group.world._step()
+    group.world.hold(side)
+    group.world.run_until_stuck()
+    group.world.hold()
+    group.world.run()
+    for collect, inputs in zip(collects, cases[1:], strict=True):
+        check(collect(), inputs, mask, has_backward=False)
 
 
 def test_batches_are_in_the_timeline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from paddle_fm3.distributed.strategy import Strategy
+
 ROOT = Path(__file__).resolve().parents[2]
 HEADS = {"b": 1, "h_q": 8, "h_kv": 2, "d_qk": 128, "d_v": 128, "dtype": "bfloat16"}
 MAX_RELATIVE_ERROR = 6e-3  # to one GPU's results; bf16 partial sums give up to 3e-3
@@ -26,7 +28,7 @@ class Jobs:
         folder.mkdir(parents=True, exist_ok=True)
         self._config: dict[str, Any] = {"devices": devices, "timeout_s": timeout_s, "jobs": []}
 
-    def add(self, kind: str, num_ranks: int, strategy: str, mask_kind: str, s: int, **extra: Any) -> str:
+    def add(self, kind: str, num_ranks: int, strategy: str | Strategy, mask_kind: str, s: int, **extra: Any) -> str:
         """A job on a plan with two nodes where there are four ranks; returns its name."""
         from paddle_fm3.distributed.device_work import DeviceWork
         from paddle_fm3.distributed.planner import PlanOptions, build_plan
@@ -37,6 +39,7 @@ class Jobs:
         lengths = [s // 3, s // 5 + 7, 1, s // 4]
         lengths.append(s - sum(lengths))
         mask = {
+            "causal": lambda: builders.causal(s),
             "causal_document": lambda: builders.causal_document(lengths),
             "document": lambda: builders.document(lengths),
             "prefix_document": lambda: builders.prefix_lm_document(lengths, [max(1, n // 3) for n in lengths]),
@@ -46,7 +49,7 @@ class Jobs:
         np.save(self.folder / f"{mask_kind}_{s}.npy", bounds)
         topology = Topology.uniform(num_ranks, 2 if num_ranks == 4 else num_ranks)
         plan = build_plan(mask, num_ranks, topology=topology, strategy=strategy, options=PlanOptions(chunk_rows=256))
-        work = f"{strategy}_{num_ranks}_{mask_kind}_{s}"
+        work = f"{getattr(strategy, 'name', strategy)}_{num_ranks}_{mask_kind}_{s}"
         for rank in range(num_ranks):
             rank_plan = plan.rank_plan(rank, mask)
             save_work(DeviceWork.of(plan, rank_plan), self.folder / f"{work}_rank{rank}.npz")

@@ -13,7 +13,7 @@ from cp_support import MAX_RELATIVE_ERROR, Jobs  # noqa: E402
 
 from paddle_fm3 import _native  # noqa: E402
 from paddle_fm3.distributed.native import planner  # noqa: E402
-from paddle_fm3.distributed.strategy import STRATEGIES  # noqa: E402
+from paddle_fm3.distributed.strategy import STRATEGIES, Strategy  # noqa: E402
 
 
 def has_planner() -> bool:
@@ -69,3 +69,15 @@ def test_a_lost_rank_ends_the_step_on_the_others(tmp_path: Path, kind: str) -> N
         assert said.startswith("rank 0 of 2: gave up on 'K/V rows stage ")
         assert said.endswith("after 3 s: nothing came from rank 1 (stalled)")
         assert lines[0]["seconds"] < 6.0 and lines[1]["message"] == said
+
+
+def test_a_rank_that_only_sends_is_told_of_a_stalled_one(tmp_path: Path) -> None:
+    """Forwards alone, causal: rank 0 needs no rows of rank 1, and waits for it to have fetched its own."""
+    jobs = Jobs(tmp_path, devices(2))
+    one_way = Strategy("one_way", "contiguous")
+    name = jobs.add("stall", 2, one_way, "causal", 4096, victim=1, timeout_s=3.0, has_backward=False)
+    lines = {line["rank"]: line for line in jobs.run(timeout_s=120)[name]}
+    said = lines[0]["message"]
+    assert said.startswith("rank 0 of 2: gave up on 'K/V rows stage ")
+    assert said.endswith("after 3 s: rank 1 has not fetched it (stalled)")
+    assert lines[0]["seconds"] < 6.0 and lines[1]["message"] == said

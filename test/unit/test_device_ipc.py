@@ -15,10 +15,11 @@ from device_support import Exchanger, Group, on_ranks
 from program import run_program
 from test_device_execute import check, make_inputs
 
+from paddle_fm3.distributed.device import DeviceError
 from paddle_fm3.distributed.device_execute import DeviceAttention
 from paddle_fm3.distributed.device_held import EXIT_STATUS
 from paddle_fm3.distributed.device_ipc import IpcTransport
-from paddle_fm3.distributed.device_page import SignalPage
+from paddle_fm3.distributed.device_page import NOTE_SCALE, NUM_READY_WORDS, SignalPage
 from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Piece
 from paddle_fm3.distributed.device_work import DeviceWork
 from paddle_fm3.distributed.planner import PlanOptions, build_plan
@@ -30,20 +31,20 @@ from paddle_fm3.testing.fake_device import FakeWorld, view
 
 
 class Pair:
-    """Two ranks with a registered buffer "x" of 1024 bytes each, filled with the rank."""
+    """Two ranks, or more, with a registered buffer "x" of 1024 bytes each, filled with the rank."""
 
-    def __init__(self, timeout_s: float = 20.0) -> None:
+    def __init__(self, timeout_s: float = 20.0, num_ranks: int = 2) -> None:
         self.world = FakeWorld(0)
-        exchanger = Exchanger(2)
+        exchanger = Exchanger(num_ranks)
 
         def make(rank: int) -> tuple[IpcTransport, int, int]:
             device = self.world.rank_device()
-            transport = IpcTransport(device, rank, 2, exchanger.of(rank), timeout_s)
+            transport = IpcTransport(device, rank, num_ranks, exchanger.of(rank), timeout_s)
             address = transport.register({"x": 1024})["x"]
             view(address, (1024,), np.uint8)[...] = rank
             return transport, device.stream_create(), address
 
-        made = on_ranks(2, make)
+        made = on_ranks(num_ranks, make)
         self.transports, self.streams, self.addresses = zip(*made, strict=True)
 
     def close(self) -> None:
@@ -69,7 +70,7 @@ def test_bytes_arrive_and_are_counted(pair: Pair) -> None:
     tickets = [t.post(batch(rank), pair.streams[rank]) for rank, t in enumerate(pair.transports)]
     for rank, transport in enumerate(pair.transports):
         transport.wait(tickets[rank], pair.streams[rank])
-        transport.wait_sent(tickets[rank], pair.streams[rank])
+        transport.wait_sent([tickets[rank]], pair.streams[rank])
     pair.world.run()
     for rank, transport in enumerate(pair.transports):
         assert (view(pair.addresses[rank], (1024,), np.uint8)[768:] == 1 - rank).all()
@@ -105,6 +106,37 @@ def test_ready_means_every_batch_at_every_sender(pair: Pair) -> None:
     pair.world.run()
 
 
+@pytest.mark.parametrize("how", ["sent", "free"])
+def test_the_last_of_several_batches_to_a_peer_is_waited_for(pair: Pair, how: str) -> None:
+    zero, stream = pair.transports[0], pair.streams[0]
+    batches = [[batch(rank, name=f"rows {at}") for at in range(2)] for rank in range(2)]
+    tickets = [zero.post(one, stream) for one in batches[0]]
+    zero.wait_sent(tickets, stream) if how == "sent" else zero.wait_free(tickets, stream, pair.world.new_stream())
+    for one in batches[1]:
+        pair.world.run_until_stuck()
+        assert pair.world.head(stream).startswith("wait")
+        pair.transports[1].post(one, pair.streams[1])
+    pair.world.run()
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [("malloc", "cannot share 4096 bytes"), ("ipc_open", "cannot reach the memory of rank 0")]
+)
+def test_memory_that_one_rank_cannot_get_is_an_error_on_all(
+    pair: Pair, what: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise DeviceError("out of luck")
+
+    monkeypatch.setattr(pair.transports[1]._device, what, failing)
+
+    def register(rank: int) -> None:
+        with pytest.raises(TransportError, match=f"^rank 1 {said}: out of luck$"):
+            pair.transports[rank].register({"x": 4096})
+
+    on_ranks(2, register)
+
+
 def test_registering_again_gives_larger_buffers(pair: Pair) -> None:
     for rank, transport in enumerate(pair.transports):
         transport.post(batch(rank), pair.streams[rank])
@@ -122,6 +154,27 @@ def test_a_closed_transport_gives_all_memory_back() -> None:
     assert len(pair.world.live) > 4
     pair.close()
     assert pair.world.live == set()
+
+
+def test_words_of_the_page_lie_apart() -> None:
+    page = SignalPage.create(3)
+    try:
+        words = [
+            0,
+            *(of(rank) for of in (page.pulled_offset, page.come_offset, page.status_offset) for rank in range(3)),
+        ]
+        for number in range(NUM_READY_WORDS):
+            words += [of(rank, number) for of in (page.ready_offset, page.wanted_offset) for rank in range(3)]
+        assert len(set(words)) == len(words) and max(words) < page.num_bytes
+        before = [page.word(word) for word in words]
+        for number in range(NUM_READY_WORDS):
+            page.note(number, NOTE_SCALE - 1)
+        page.mark_closed()
+        assert [page.word(word) for word in words] == before
+        assert page.notes_of(0)[0] == 2 * NOTE_SCALE - 1 and not page.has_closed(1)
+    finally:
+        page.unlink()
+        page.close()
 
 
 def test_nothing_is_kept_of_masks_that_are_gone() -> None:
@@ -191,9 +244,15 @@ def test_wrong_pieces_are_refused(pair: Pair, piece: Piece, message: str) -> Non
 def test_foreign_tickets_are_refused(pair: Pair) -> None:
     ticket = pair.transports[1].post(batch(1), pair.streams[1])
     zero = pair.transports[0]
-    for call in (zero.wait, zero.wait_sent, lambda ticket, stream: zero.wait_ready([ticket], stream)):
+    stream = pair.streams[0]
+    for call in (
+        lambda: zero.wait(ticket, stream),
+        lambda: zero.wait_sent([ticket], stream),
+        lambda: zero.wait_free([ticket], stream, stream),
+        lambda: zero.wait_ready([ticket], stream),
+    ):
         with pytest.raises(TransportError, match="was not posted on this transport"):
-            call(ticket, pair.streams[0])
+            call()
     with pytest.raises(TransportError, match="was not posted on this transport"):
         pair.transports[0].post(batch(0), pair.streams[0], after=(ticket,))
     pair.transports[0].post(batch(0), pair.streams[0])
