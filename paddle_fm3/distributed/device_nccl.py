@@ -8,10 +8,10 @@ in the order of their posts, which is the same on every rank.
 NCCL's kernels need multiprocessors, and attention takes all of them: with NCCL_MAX_CTAS set, attention leaves as many
 while rows travel; without it, rows travel between the attention kernels rather than beside them.
 
-They cannot be called back either. A watchdog thread therefore reads from host memory how many batches are done (the
-stream writes it there) and listens to the host connections of the group. When a rank is lost, or nothing has come for
-the timeout, it says so on every rank; a process that is still held by a transfer some seconds later is ended, because
-nothing else would end it.
+They cannot be called back either. A watchdog thread therefore reads from host memory how many batches the stream has
+come to, and how many are done (it writes both there), and listens to the host connections of the group. When a rank is
+lost, or a batch takes longer than the timeout, it says so on every rank; a process that is still held by a transfer
+some seconds later is ended, because nothing else would end it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class NcclTransport(DeviceTransport):
         group: a Paddle group over NCCL, this process in it.
         device: of this process.
         control: host connections between the same ranks; only failures travel there.
-        timeout_s: longest time in which no posted batch gets done.
+        timeout_s: longest time that a batch may take once this rank's stream has come to it.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class NcclTransport(DeviceTransport):
         self._events = [device.event_create() for _ in range(NUM_EVENTS)]
         self._start_event = device.event_create()
         self._page = mmap.mmap(-1, mmap.PAGESIZE)
-        self._num_done = np.frombuffer(self._page, np.uint32)[:1]
-        self._word = device.host_register(self._num_done.ctypes.data, mmap.PAGESIZE)
+        self._counts = np.frombuffer(self._page, np.uint32)[:2]  # of batches: done, and come to
+        self._words = device.host_register(self._counts.ctypes.data, mmap.PAGESIZE)
         self._names: deque[tuple[int, Batch]] = deque()  # posted and perhaps not done, for the watchdog
         self._was_raised = False
         for peer in range(self.num_ranks):
@@ -102,6 +102,7 @@ class NcclTransport(DeviceTransport):
         batch, side = ticket.batch, self._stream.cuda_stream
         self._device.event_record(self._start_event, stream)
         self._device.event_wait(self._start_event, side)
+        self._device.write_word(side, self._words + 4, ticket.number + 1)
         if batch.sends or batch.recvs:
             # One NCCL kernel for both directions. It is there as soon as this rank is ready, and waits for the peers.
             span = span_of(self.trace, "receive" if batch.recvs else "send", batch.name, side)
@@ -112,7 +113,7 @@ class NcclTransport(DeviceTransport):
                     self._process_group.recv_on_calc_stream(self._slice(piece), piece.peer)
         self._device.event_record(self._events[ticket.number % NUM_EVENTS], side)
         self._names.append((ticket.number, batch))
-        self._device.write_word(side, self._word, ticket.number + 1)
+        self._device.write_word(side, self._words, ticket.number + 1)
 
     def _wait(self, ticket: Ticket, stream: int) -> None:
         self._device.event_wait(self._events[ticket.number % NUM_EVENTS], stream)
@@ -152,13 +153,13 @@ class NcclTransport(DeviceTransport):
 
     def _num_open(self) -> int:
         """Batches posted and not done. The counter is 32 bits wide and may wrap."""
-        return (self._num_posts - int(self._num_done[0])) & 0xFFFFFFFF
+        return (self._num_posts - int(self._counts[0])) & 0xFFFFFFFF
 
     def _watch(self) -> None:
         last, since_s = -1, time.monotonic()
         while self._control.failure is None:
-            done = int(self._num_done[0])
-            if done != last or not self._num_open():
+            done, come_to = map(int, self._counts)
+            if done != last or come_to == done:  # work before a batch may take any time
                 last, since_s = done, time.monotonic()
                 while self._names and (self._names[0][0] - done) & 0x80000000:
                     self._names.popleft()

@@ -202,7 +202,9 @@ def test_batches_are_in_the_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
     check(collect(), inputs, mask)
 
 
-# A rank with a batch that nothing will ever finish; then its peer closes, stays silent, or all is done.
+GAVE_UP = "rank 0 of 2 gave up on 'rows stage 1': no transfer was done for 1 s; it needs rank 1 (dead or stalled)"
+# A rank with a batch that nothing will ever finish; then its peer closes, stays silent, or all is done. Or its own work
+# before the batch takes long.
 HELD = """
     import sys, threading, time
     import pytest
@@ -256,8 +258,20 @@ HELD = """
 
         threading.Thread(target=late, daemon=True).start()
         sys.exit(0)
+    if how == "busy":
+        gate = world.new_memory(4)
+        device = world.rank_device()
+        device.write_word(stream, gate, 0)
+        device.wait_word(stream, gate, 1)
     transport.post(Batch("rows stage 1", recvs=(piece,)), stream)
-    if how == "closed":
+    world.run_until_stuck()
+    if how == "busy":
+        time.sleep(1.5)  # longer than the timeout
+        transport.check()
+        print("alive", flush=True)
+        device.write_word(world.new_stream(), gate, 1)
+        world.run_until_stuck()
+    elif how == "closed":
         other.fail("rank 1 stopped: boom")
     elif how == "raised":
         other.fail("rank 1 stopped: boom")
@@ -278,11 +292,8 @@ HELD = """
     [
         ("closed", EXIT_STATUS, "", "context parallelism: rank 1 stopped: boom\n"),
         ("raised", EXIT_STATUS, "raised rank 1 stopped: boom\n", ""),
-        (
-            "silent", EXIT_STATUS, "",
-            "context parallelism: rank 0 of 2 gave up on 'rows stage 1': no transfer was done for 1 s; it needs rank 1 "
-            "(dead or stalled)\n",
-        ),
+        ("silent", EXIT_STATUS, "", f"context parallelism: {GAVE_UP}\n"),
+        ("busy", EXIT_STATUS, "alive\n", f"context parallelism: {GAVE_UP}\n"),
         ("all done", 0, "alive\n", ""),
         ("left", 0, "alive\n", ""),
         ("sends last", 0, "sent\n", ""),
