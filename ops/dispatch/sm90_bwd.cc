@@ -141,17 +141,17 @@ int64_t kv_sum_heads(const PlanInput& in, int64_t tile_bytes) {
 int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, KernelArgs* args,
                PrepareArgs* in, MaskLists* lists) {
   const Shape& shape = params.shape;
-  const int64_t num_q_tiles = div_up(shape.s_q, kBlockQ);
   const int64_t num_k_tiles = max_k_tiles(params.mask, kernel.block_k);
-  const PlanInput plan_in = plan_input(params, kernel);
-  const int64_t ring_tiles = plan_in.ring_heads * num_q_tiles;
-  const int64_t kv_tile_floats = int64_t{kernel.block_k} * (kernel.dim_qk + kernel.dim_v);
   // Room for any mask's tiles: zeros that a call leaves lie where those of another mask are looked for.
-  const int64_t most_tiles = most_k_tiles(shape.s_k, kernel.block_k);
+  const int64_t all_q_tiles = most_q_tiles(shape.s_q);
+  const int64_t all_k_tiles = most_k_tiles(shape.s_k, kernel.block_k);
+  const PlanInput plan_in = plan_input(params, kernel);
+  const int64_t ring_tiles = plan_in.ring_heads * all_q_tiles;
+  const int64_t kv_tile_floats = int64_t{kernel.block_k} * (kernel.dim_qk + kernel.dim_v);
   const int64_t num_kv_sum_heads = kv_sum_heads(plan_in, kv_tile_floats * 4);
-  const int64_t kv_sum_tiles = num_kv_sum_heads * most_tiles;
+  const int64_t kv_sum_tiles = num_kv_sum_heads * all_k_tiles;
   const int64_t tile_heads = int64_t{shape.b} * (plan_in.can_cut ? shape.h_q : shape.h_kv);
-  const int64_t num_rows = int64_t{shape.b} * shape.h_q * num_q_tiles * kBlockQ;
+  const int64_t num_rows = int64_t{shape.b} * shape.h_q * all_q_tiles * kBlockQ;
   int64_t offset = 0;
   const auto take = [&](auto** pointer, int64_t count) {
     using Element = std::remove_reference_t<decltype(**pointer)>;
@@ -164,7 +164,7 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   };
   take(&args->walks, int64_t{shape.b} * shape.h_q);  // of any mask, as above
   take(&args->plan, 1);
-  take(&args->items, tile_heads * most_tiles);
+  take(&args->items, tile_heads * all_k_tiles);
   const int64_t row_bytes = num_rows * (kernel.packs_rows ? sizeof(RowPieces) : sizeof(float));
   take_bytes(&args->lse, row_bytes);
   take_bytes(&args->minus_delta, row_bytes);
@@ -176,7 +176,7 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   take(&args->next_finished, 1);
   take(&args->next_conversion, 1);
   take(&args->sent_count, 1);
-  take(&args->finished, int64_t{shape.b} * shape.h_q * num_q_tiles * kernel.dq_parts);
+  take(&args->finished, int64_t{shape.b} * shape.h_q * all_q_tiles * kernel.dq_parts);
   take(&args->head_done, int64_t{shape.b} * shape.h_q);
   take(&args->kv_counts, kv_sum_tiles * 8);
   take(&args->ring_counts, ring_tiles * kernel.dq_parts);
@@ -189,7 +189,7 @@ int64_t layout(const BwdParams& params, const BwdKernel& kernel, char* base, Ker
   args->plan_input = plan_in;
   args->max_items = static_cast<int32_t>(tile_heads * num_k_tiles);
   args->kv_sum_heads = static_cast<int32_t>(num_kv_sum_heads);
-  args->num_q_tiles = static_cast<int32_t>(num_q_tiles);
+  args->num_q_tiles = max_q_tiles(params.mask);
   args->num_k_tiles = static_cast<int32_t>(num_k_tiles);
   in->dq_parts = kernel.dq_parts;
   in->packs_rows = kernel.packs_rows;
@@ -383,6 +383,9 @@ int32_t run(const BwdParams& params, cudaStream_t stream) {
   args.bounds = reinterpret_cast<const int4*>(args.lists.bounds);
   args.num_hulls = args.lists.num_hulls;
   args.num_q_chunks = lists.num_q_chunks;
+  args.q_rows = lists.q_rows;
+  args.q_tiles = lists.q_tiles;
+  args.row_places = lists.row_places;
   error = make_tensor_maps(params, kernel, &args);
   if (!error.empty()) return fail(Status::kUnsupported, kName, error);
 

@@ -166,8 +166,8 @@ def wide_case(
 # Of each batch entry: the Hopper backward's key tiles begin at any key (bidirectional) or at row tiles (causal), and
 # entries differ in how many there are.
 _LENGTHS = {
-    True: ([2150, 1850, 1000], [5000], [3150, 1850]),
-    False: ([321, 321, 700, 1158, 2500], [2801, 2199], [5000]),
+    True: ([2214, 1850, 936], [5000], [100, 3050, 1850]),
+    False: ([321, 321, 700, 1158, 2500], [2801, 2199], [1089, 1984, 1927]),
 }
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients where key tiles begin at documents (test/unit/test_sm90_bwd_cuts.py: where they do): short tiles lie beside
-keys of the next tile, whose gradients and rows they must leave alone."""
+"""Gradients where tiles begin at documents (test/unit/test_sm90_bwd_cuts.py: where they do): short tiles lie beside keys and
+rows of the next tile, whose gradients they must leave alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from bwd_lists_support import build  # noqa: E402
+from bwd_lists_support import BLOCK_Q, build  # noqa: E402
 from gpu_support import (  # noqa: E402
     HEADS,
     assert_same_bits,
@@ -48,7 +48,12 @@ def test_gradients_beside_short_tiles(
     lists = build(host, mask_of(case), 128)
     sizes = [np.diff(begins)[: tiles - 1] for begins, tiles in zip(lists.k_begins, lists.num_tiles, strict=True)]
     assert min(size.min() for size in sizes) < 128
-    assert is_causal == (len(set(lists.num_tiles.tolist())) > 1)  # entries with empty tiles
+    rows = [np.diff(rows[: tiles - 1])[:, 0] for rows, tiles in zip(lists.q_rows, lists.num_q_tiles, strict=True)]
+    visits = [visits[: len(size), 0][size < BLOCK_Q] for visits, size in zip(lists.visits, rows, strict=True)]
+    assert max(number.max(initial=0) for number in visits) > 1
+    assert not is_causal or min(number.min(initial=9) for number in visits) == 1  # never in the ring
+    num_tiles = lists.num_tiles if is_causal else lists.num_q_tiles
+    assert len(set(num_tiles.tolist())) > 1  # entries with empty tiles
     inputs, mask = make_inputs(case, torch.bfloat16)
     schedule = backend.build_schedule(mask)
     fixed = backend.backward(inputs, mask, is_deterministic=True, lists=schedule)
@@ -72,6 +77,23 @@ def test_hidden_keys_beside_a_short_tile_may_hold_anything(host: ctypes.CDLL, ba
     inputs.k[0, 331:351] = float("nan")
     inputs.v[0, 331:351] = float("inf")
     assert_same_bits(case.name, clean, values(backend.backward(inputs, mask, is_deterministic=True)))
+
+
+@pytest.mark.parametrize("dims", list(HEADS))
+def test_hidden_rows_in_a_short_row_tile_may_hold_anything(host: ctypes.CDLL, backend: Sm90Backward, dims: str) -> None:
+    """The last rows of a document, that no key shows: NaN and infinities."""
+    case = documents_case(False, (2, 2), HEADS[dims])
+    raw = case.build_mask()
+    assert raw.startend_row_indices is not None
+    raw.startend_row_indices[1, :, :2801, 0] = 2790
+    blind = replace(case, build_mask=lambda: raw)
+    assert [2752, 2801] in build(host, mask_of(blind), 128).q_rows[1].tolist()
+    inputs, mask = make_inputs(blind, torch.bfloat16)
+    clean = backend.backward(inputs, mask, is_deterministic=True)
+    check_backward(case.name, inputs, mask, clean)
+    inputs.q[1, 2790:2801] = float("nan")
+    inputs.dout[1, 2790:2801] = float("inf")
+    assert_same_bits(case.name, values(clean), values(backend.backward(inputs, mask, is_deterministic=True)))
 
 
 def one_sequence(

@@ -43,8 +43,11 @@ class Lists:
     by_length: np.ndarray  # likewise
     summaries: np.ndarray  # int32 [num_masks, 7]: steps, of one at most, late, visiting, apart up, apart down, tiles
     visitors: np.ndarray  # uint32 [num_masks, num_k_words, num_q_tiles, 2]: bits, before
-    visits: np.ndarray  # int32 [num_masks, num_q_tiles]
+    visits: np.ndarray  # int32 [num_masks, num_q_tiles, 2]: visiting key tiles, first row
     shared_rows: np.ndarray  # int32 [num_masks]
+    q_rows: np.ndarray  # int32 [num_masks, num_q_tiles, 2]: rows [first, last) of each row tile
+    num_q_tiles: np.ndarray  # int32 [num_masks]; the others are empty
+    row_places: np.ndarray | None  # int32 [num_masks, ceil(s_q / 64), 4] where row tiles may leave the grid
 
     @property
     def classes(self) -> np.ndarray:
@@ -63,7 +66,7 @@ def build(library: ctypes.CDLL, mask: NativeMask, block_k: int) -> Lists:
 
 def take_apart(library: ctypes.CDLL, mask: NativeMask, blob: np.ndarray, block_k: int) -> Lists:
     """Those of key tiles of `block_k` keys in a prepared schedule's bytes."""
-    view, offsets = mask.view, (ctypes.c_int64 * 11)()
+    view, offsets = mask.view, (ctypes.c_int64 * 14)()
     library.lists_offsets(ctypes.byref(view), block_k, offsets)
     at = iter(offsets)
 
@@ -71,7 +74,8 @@ def take_apart(library: ctypes.CDLL, mask: NativeMask, blob: np.ndarray, block_k
         begin = next(at)
         return blob[begin : begin + 4 * int(np.prod(shape))].view(dtype).reshape(shape)
 
-    masks, q_tiles = mask.b * mask.h_mask, -(-mask.s_q // BLOCK_Q)
+    masks, on_grid = mask.b * mask.h_mask, -(-mask.s_q // BLOCK_Q)
+    q_tiles = library.room_of_row_tiles(ctypes.byref(view))
     k_tiles = library.room_of_tiles(ctypes.byref(view), block_k)
     k_begins, num_tiles = part(np.int32, masks, k_tiles + 1), part(np.int32, masks)
     padded = part(np.int32, masks, -(-k_tiles * block_k // 128) * 128, 4)
@@ -79,9 +83,14 @@ def take_apart(library: ctypes.CDLL, mask: NativeMask, blob: np.ndarray, block_k
     words = part(np.uint32, masks, k_tiles, -(-q_tiles // 32), 2)
     bits = (words[..., None] >> np.arange(32, dtype=np.uint32) & 1).astype(bool)  # [.., num_q_chunks, 2, 32]
     flat = bits.swapaxes(2, 3).reshape(masks, k_tiles, 2, -1)
-    return Lists(
-        k_begins, num_tiles, bounds, flat[:, :, 0, :q_tiles], flat[:, :, 1, :q_tiles], int(flat[..., q_tiles:].sum()),
+    tail = (
         part(np.int32, masks, k_tiles, 2), part(np.int32, masks, k_tiles), part(np.int32, masks, k_tiles),
         part(np.int32, masks, 8)[:, [0, 2, 3, 4, 5, 6, 7]], part(np.uint32, masks, -(-k_tiles // 32), q_tiles, 2),
-        part(np.int32, masks, q_tiles), part(np.int32, masks),
+        part(np.int32, masks, q_tiles, 2), part(np.int32, masks),
     )  # fmt: skip
+    begins = np.minimum(np.arange(on_grid + 1) * BLOCK_Q, mask.s_q)
+    rows = np.stack([np.stack([begins[:-1], begins[1:]], -1)] * masks), np.full(masks, on_grid), None
+    if q_tiles > on_grid:
+        rows = part(np.int32, masks, q_tiles, 2), part(np.int32, masks), part(np.int32, masks, on_grid, 4)
+    visited, partial = flat[:, :, 0, :q_tiles], flat[:, :, 1, :q_tiles]
+    return Lists(k_begins, num_tiles, bounds, visited, partial, int(flat[..., q_tiles:].sum()), *tail, *rows)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the Hopper backward's key tiles begin: its own kernels on the host against the rule in plain words, on what dense
-masks and lengths of documents say."""
+"""Where the Hopper backward's tiles begin: its own kernels on the host against the rule in plain words, on what dense
+masks and lengths of documents say. More of row tiles: test_sm90_bwd_row_cuts.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bwd_lists_support import BLOCK_KS, BLOCK_Q, CUT_ALL_SIZES, build, compile_library
+from bwd_lists_support import BLOCK_KS, BLOCK_Q, CUT_ALL_SIZES, Lists, build, compile_library
 
 from paddle_fm3.testing.cases import benchmark_case
 from paddle_fm3.testing.native_call import NativeMask
@@ -32,6 +32,11 @@ def room(s_k: int, block_k: int) -> int:
     return on_grid + on_grid // 16 + 1
 
 
+def row_room(s_q: int) -> int:
+    on_grid = -(-s_q // BLOCK_Q)
+    return on_grid + on_grid // 32 + 1
+
+
 def borders_of(visible: np.ndarray) -> list[int]:
     """Keys before which nothing is shared: neither by the two neighbours nor by the 128 keys on either side."""
     rows = [np.flatnonzero(column) for column in visible.T]
@@ -50,12 +55,36 @@ def are_apart(one: np.ndarray, other: np.ndarray) -> bool:
     return not len(one) or not len(other) or one.max() < other.min() or other.max() < one.min()
 
 
-def wanted_begins(borders: list[int], first: np.ndarray, num_rows: np.ndarray, block_k: int) -> list[int]:
+def wanted_row_cuts(borders: list[int], first: np.ndarray, num_rows: np.ndarray, s_q: int) -> dict[int, int]:
+    """Rows at which row tiles begin anew, by the border that each stands for."""
+    cuts, begin, num_tiles = {}, 0, 0
+    for border, end in list(zip(borders, [*borders, len(first)][1:], strict=True))[:MOST_BORDERS]:
+        row, last_before = int(first[border]), int(first[border - 1] + num_rows[border - 1])
+        is_behind = num_rows[border - 1] == 0 or last_before <= row
+        if not is_behind or num_rows[border] < CUT_STEPS * BLOCK_Q or row < begin + BLOCK_Q:
+            continue
+        saved = 0  # tiles that the first key and the last one of these visit less
+        for key in (border, end - 1):
+            if num_rows[key] > 0:
+                behind = int(first[key] + num_rows[key])
+                uncut = (behind - 1 - begin) // BLOCK_Q - (row - begin) // BLOCK_Q + 1
+                saved += uncut - -(-(behind - row) // BLOCK_Q)
+        num_before = num_tiles + -(-(row - begin) // BLOCK_Q)
+        if saved / 2 * (end - border) / 128 < CUT_STEPS or num_before + -(-(s_q - row) // BLOCK_Q) > row_room(s_q):
+            continue
+        cuts[border], begin, num_tiles = row, row, num_before
+    return cuts
+
+
+def wanted_begins(
+    borders: list[int], first: np.ndarray, num_rows: np.ndarray, block_k: int, row_cuts: dict[int, int]
+) -> list[int]:
     """`first`, `num_rows`: of the one run of rows that each key shows."""
     s_k = len(first)
-    begins, begin = [], 0
+    begins, begin, row_begin = [], 0, 0
     for border, end in list(zip(borders, [*borders, s_k][1:], strict=True))[:MOST_BORDERS]:
-        cut, row_tile = border, first[border] // BLOCK_Q * BLOCK_Q
+        row_begin = row_cuts.get(border, row_begin)
+        cut, row_tile = border, first[border] - max(first[border] - row_begin, 0) % BLOCK_Q
         earlier = border - (first[border] - row_tile)
         is_falling = first[min(border + BLOCK_Q - 1, s_k - 1)] > first[border]
         if earlier > 0 and is_falling and first[earlier] >= row_tile:
@@ -74,6 +103,12 @@ def wanted_begins(borders: list[int], first: np.ndarray, num_rows: np.ndarray, b
         begins += before
         begin = cut
     return begins + list(range(begin, s_k, block_k))
+
+
+def row_begins(lists: Lists, mask_idx: int = 0) -> list[int]:
+    """Rows at which row tiles begin anew: behind a short one."""
+    rows = lists.q_rows[mask_idx][: lists.num_q_tiles[mask_idx]]
+    return rows[1:, 0][rows[:-1, 1] - rows[:-1, 0] < BLOCK_Q].tolist()
 
 
 def documents(lengths: list[int], kind: str, s_k: int) -> tuple[NativeMask, np.ndarray]:
@@ -95,7 +130,7 @@ def draw_lengths(draw: np.random.Generator, s: int, most: int) -> list[int]:
 
 
 def test_begins_follow_the_rule(library: ctypes.CDLL) -> None:
-    draw, num_cuts = np.random.default_rng(5), 0
+    draw, num_cuts, num_row_cuts = np.random.default_rng(5), 0, 0
     for idx in range(48):
         s, kind, block_k = int(draw.integers(1, 2600)), KINDS[idx % 2], BLOCK_KS[idx // 2 % 2]
         lengths = draw_lengths(draw, s - min(s - 1, idx % 3 * 100), int(draw.choice([40, 700, 1500])))
@@ -103,10 +138,14 @@ def test_begins_follow_the_rule(library: ctypes.CDLL) -> None:
         lists = build(library, mask, block_k)
         visible = visible_plane(bounds, kind == "causal", s, s)
         first = np.where(visible.any(0), visible.argmax(0), s)
-        wanted = wanted_begins(borders_of(visible), first, visible.sum(0), block_k)
+        borders, num_rows = borders_of(visible), visible.sum(0)
+        row_cuts = wanted_row_cuts(borders, first, num_rows, s)
+        wanted = wanted_begins(borders, first, num_rows, block_k, row_cuts)
         assert lists.k_begins[0, : lists.num_tiles[0]].tolist() == wanted
+        assert row_begins(lists) == list(row_cuts.values())
         num_cuts += sum(begin % block_k > 0 for begin in wanted)
-    assert num_cuts > 40
+        num_row_cuts += len(row_cuts)
+    assert num_cuts > 40 and num_row_cuts > 8
 
 
 @pytest.mark.parametrize(("kind", "block_k"), [("causal", 128), ("bidirectional", 128), ("bidirectional", 64)])
@@ -117,8 +156,10 @@ def test_more_borders_than_a_warp_has_lanes(library: ctypes.CDLL, kind: str, blo
     ends, s = np.cumsum(lengths), sum(lengths)
     mask, bounds = documents(lengths, kind, s)
     first = np.arange(s) if kind == "causal" else bounds[:, 1]
-    wanted = wanted_begins(ends[:-1].tolist(), first, bounds[:, 0] - first, block_k)
+    row_cuts = wanted_row_cuts(ends[:-1].tolist(), first, bounds[:, 0] - first, s)
+    wanted = wanted_begins(ends[:-1].tolist(), first, bounds[:, 0] - first, block_k, row_cuts)
     lists = build(library, mask, block_k)
+    assert row_begins(lists) == list(row_cuts.values()) and sum(border > ends[64] for border in row_cuts) > 5
     assert lists.k_begins[0, : lists.num_tiles[0]].tolist() == wanted
     assert sum(np.diff(wanted[np.searchsorted(wanted, ends[64]) :]) < block_k) > 5
 
@@ -128,7 +169,7 @@ def test_so_many_borders_are_looked_at(library: ctypes.CDLL, num_short: int) -> 
     """Behind documents of one key by the thousand a long one is not found: lists must not take ever longer."""
     mask, bounds = documents([1] * num_short + [700], "bidirectional", num_short + 700)
     borders = list(range(1, num_short + 1))
-    wanted = wanted_begins(borders, bounds[:, 1], bounds[:, 0] - bounds[:, 1], 128)
+    wanted = wanted_begins(borders, bounds[:, 1], bounds[:, 0] - bounds[:, 1], 128, {})
     lists = build(library, mask, 128)
     assert lists.k_begins[0, : lists.num_tiles[0]].tolist() == wanted
     assert (num_short in wanted) == (num_short <= MOST_BORDERS)
@@ -210,9 +251,9 @@ def test_entries_are_cut_apart(library: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize("name", ["32k_causal_document", "32k_document", "32k_share_question"])
 def test_benchmark_masks_take_fewer_steps(library: ctypes.CDLL, name: str) -> None:
-    """On the grid: 6444, 12264 and 4721."""
+    """On the grid: 6444, 12264 and 4721; with row tiles there 6268, 11981 and 4529."""
     raw = benchmark_case(name).build_mask()
     one = np.ascontiguousarray(raw.startend_row_indices[:1, :1])
     lists = build(library, NativeMask.from_bounds(one, raw.causal, one.shape[2], None), 128)
-    wanted = {"32k_causal_document": 6268, "32k_document": 11981, "32k_share_question": 4529}[name]
+    wanted = {"32k_causal_document": 6114, "32k_document": 11829, "32k_share_question": 4318}[name]
     assert lists.steps.sum() == wanted

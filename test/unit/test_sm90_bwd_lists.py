@@ -26,8 +26,10 @@ def library(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 def check(lists: Lists) -> None:
     assert lists.stray == 0 and not (lists.partial & ~lists.visited).any()
     np.testing.assert_array_equal(lists.steps, lists.visited.sum(2))
-    np.testing.assert_array_equal(lists.visits, lists.visited.sum(1))
-    np.testing.assert_array_equal(lists.shared_rows, (lists.visits > 1).sum(1))
+    visits = lists.visits[:, :, 0]
+    np.testing.assert_array_equal(visits, lists.visited.sum(1))
+    np.testing.assert_array_equal(lists.visits[:, :, 1], lists.q_rows[:, :, 0])
+    np.testing.assert_array_equal(lists.shared_rows, (visits > 1).sum(1))
     for mask_idx, visited in enumerate(lists.visited):
         rows = [np.flatnonzero(tile) for tile in visited]
         for chunks, row in zip(lists.chunks[mask_idx], rows, strict=True):

@@ -34,19 +34,29 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return compile_library(tmp_path_factory.mktemp("lists"), CUT_ALL_SIZES)
 
 
-def check_classes(classes: np.ndarray, k_begins: np.ndarray, visible: np.ndarray, block_k: int) -> None:
+def check_classes(
+    classes: np.ndarray, k_begins: np.ndarray, q_rows: np.ndarray, visible: np.ndarray, block_k: int
+) -> None:
     """`visible`: [s_q, s_k]."""
     for (k_tile, q_tile), found in np.ndenumerate(classes):
-        (k_begin, k_end), q_begin = k_begins[k_tile : k_tile + 2], q_tile * BLOCK_Q
-        step = visible[q_begin : q_begin + BLOCK_Q, k_begin:k_end]
+        (k_begin, k_end), (q_begin, q_end) = k_begins[k_tile : k_tile + 2], q_rows[q_tile]
+        step = visible[q_begin:q_end, k_begin:k_end]
+        if q_begin == q_end:
+            assert found == SKIP, f"visited, but there is no row tile {q_tile}"
         where = f"keys {k_begin}.., rows {q_begin}.."
         assert found != SKIP or not step.any(), f"SKIP but something is visible: {where}"
         assert found != FULL or step.all(), f"FULL but something is hidden: {where}"
         assert found != FULL or k_begin + block_k == k_end, f"FULL but keys of other tiles are in it: {where}"
 
 
-def check_tiles(lists: Lists, s_k: int, block_k: int) -> None:
+def check_tiles(lists: Lists, s_q: int, s_k: int, block_k: int) -> None:
     """They follow each other; the room that is left is empty."""
+    for num_tiles, rows in zip(lists.num_q_tiles, lists.q_rows, strict=True):
+        assert rows[0, 0] == 0 and rows[num_tiles - 1, 1] == s_q
+        np.testing.assert_array_equal(rows[1:num_tiles, 0], rows[: num_tiles - 1, 1])
+        sizes = rows[:, 1] - rows[:, 0]
+        assert sizes.max() <= BLOCK_Q
+        np.testing.assert_array_equal(sizes > 0, np.arange(len(rows)) < num_tiles)
     assert (lists.k_begins[:, 0] == 0).all()
     sizes = np.diff(lists.k_begins)
     for num_tiles, of_mask in zip(lists.num_tiles, sizes, strict=True):
@@ -75,9 +85,9 @@ CASES = [case for case in HOSTILE_CASES if case.s_q > 0 and case.s_k > 0 and cas
 def test_steps_cover_what_is_visible(library: ctypes.CDLL, case: AttentionCase, block_k: int) -> None:
     mask, visible = case_mask(case)
     lists = build(library, mask, block_k)
-    check_tiles(lists, case.s_k, block_k)
-    for classes, k_begins, plane in zip(lists.classes, lists.k_begins, visible, strict=True):
-        check_classes(classes, k_begins, plane, block_k)
+    check_tiles(lists, case.s_q, case.s_k, block_k)
+    for classes, k_begins, q_rows, plane in zip(lists.classes, lists.k_begins, lists.q_rows, visible, strict=True):
+        check_classes(classes, k_begins, q_rows, plane, block_k)
 
 
 @pytest.mark.parametrize("block_k", BLOCK_KS)
@@ -90,9 +100,10 @@ def test_steps_of_random_masks(library: ctypes.CDLL, num_bounds: int, is_causal:
         bounds = (centre + draw.integers(0, int(draw.choice([1, 5, 100])), (s_k, num_bounds))).astype(np.int32)
         mask = NativeMask.from_bounds(bounds[None, None], is_causal, s_q, None)
         lists = build(library, mask, block_k)
-        check_tiles(lists, s_k, block_k)
+        check_tiles(lists, s_q, s_k, block_k)
         classes = lists.classes[0]
-        check_classes(classes, lists.k_begins[0], visible_plane(bounds, is_causal, s_q, s_k), block_k)
+        visible = visible_plane(bounds, is_causal, s_q, s_k)
+        check_classes(classes, lists.k_begins[0], lists.q_rows[0], visible, block_k)
         counts += np.bincount(classes.ravel(), minlength=3)
     assert counts.min() > 20, f"the random masks miss a class: {counts}"
 
@@ -101,7 +112,7 @@ def test_steps_of_random_masks(library: ctypes.CDLL, num_bounds: int, is_causal:
 @pytest.mark.parametrize("case", [case for case in CASES if "block_mask" not in case.name], ids=lambda case: case.name)
 def test_two_intervals_hide_what_the_mask_hides(library: ctypes.CDLL, case: AttentionCase, block_k: int) -> None:
     mask, visible = case_mask(case)
-    padded = -(-case.s_q // BLOCK_Q) * BLOCK_Q
+    padded = case.s_q + BLOCK_Q - 1  # wherever the last row tile begins
     row = np.arange(padded)[:, None]
     lists = build(library, mask, block_k)
     for found, k_begins, plane in zip(lists.bounds, lists.k_begins, visible, strict=True):
@@ -125,10 +136,10 @@ def test_a_wrong_class_is_noticed(library: ctypes.CDLL) -> None:
     mask = NativeMask.without_bounds(True, 1, 1000, 1000)
     visible = visible_plane(None, True, 1000, 1000)
     lists = build(library, mask, 128)
-    classes, k_begins = lists.classes[0], lists.k_begins[0]
-    check_classes(classes, k_begins, visible, 128)
+    classes, k_begins, q_rows = lists.classes[0], lists.k_begins[0], lists.q_rows[0]
+    check_classes(classes, k_begins, q_rows, visible, 128)
     for at, wrong in (((0, 0), SKIP), ((0, 0), FULL), ((7, 15), FULL)):
         broken = classes.copy()
         broken[at] = wrong
         with pytest.raises(AssertionError):
-            check_classes(broken, k_begins, visible, 128)
+            check_classes(broken, k_begins, q_rows, visible, 128)

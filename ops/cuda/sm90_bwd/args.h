@@ -35,7 +35,8 @@ constexpr int32_t kShortTile = INT32_MAX;
 // What the pass before the kernel decides.
 struct CallPlan : WorkPlan {
   int32_t num_items;
-  int32_t sent_warps;  // that write gradients of remote tiles, see sent.cuh
+  int32_t num_q_tiles;  // the most that a mask of the call has
+  int32_t sent_warps;   // that write gradients of remote tiles, see sent.cuh
 };
 
 // All heads of a row tile come before the next row tile. Parts of a sum are added in turns. Some of its keys are of
@@ -54,16 +55,20 @@ struct KernelArgs {
   Shape shape;
   MaskView mask;         // the caller's
   int32_t group;         // h_q / h_kv
-  int32_t num_q_tiles;   // ceil(s_q / kBlockQ)
+  int32_t num_q_tiles;   // the lists' room
   int32_t num_k_tiles;   // the lists' room, lists.num_k_tiles
   int32_t num_hulls;     // lists.num_hulls
   int32_t num_q_chunks;  // ceil(num_q_tiles / 32)
-  PlanInput plan_input;  // but for num_k_tiles, which the lists say
+  PlanInput plan_input;  // but for num_k_tiles and num_q_tiles, which the lists say
   int32_t max_items;     // room in `items`
   int32_t kv_sum_heads;  // (batch, kv head)s that kv_sums has room for
   int32_t is_deterministic;
   int32_t leaves_zeros;  // in dq_ring, whoever adds first
   float softmax_scale;
+  // Of MaskLists; nullptr where row tiles are on the grid. The masks' number is then that of the batch.
+  const TilePair* q_rows;
+  const int32_t* q_tiles;
+  const RowPlaces* row_places;
   TileLists lists;     // of the kernel's key tiles
   const int4* bounds;  // lists.bounds: [b, h_mask, num_hulls * kHullK] KeyRows, block_k a key tile
   int32_t* walks;      // [b, h_mask] of type Walk

@@ -40,12 +40,15 @@ constexpr uint32_t kAllLanes = 0xFFFFFFFF;
 
 // One step: written by the loader, read by consumers and the dQ writer.
 struct alignas(16) StepInfo {
-  int32_t q_tile_idx;
-  uint32_t flags;  // kStepPartial, kStepBoundsSlot
+  int32_t q_begin;  // first row
+  uint32_t flags;   // kStepPartial, kStepBoundsSlot; from kStepTileShift on the row tile
   int32_t h_q_idx;
   uint32_t visits_order;  // visitors of the row tile (low 16), this tile's turn (high 16)
+  __device__ int32_t q_tile_idx() const { return static_cast<int32_t>(flags >> kStepTileShift); }
+  static constexpr int32_t kStepTileShift = 16;
 };
 constexpr uint32_t kStepPartial = 1, kStepBoundsSlot = 2;
+static_assert(kMostTiles >> StepInfo::kStepTileShift == 0);
 
 // A dQ part that has been added to the ring, to be counted, or the only part of its sum.
 struct DqEvent {
@@ -54,6 +57,16 @@ struct DqEvent {
   int32_t ring_sum_idx, part_idx;  // of an only part, which is in no ring: its buffer instead
 };
 constexpr int32_t kInOrder = -1, kLastInOrder = -2, kNoMoreEvents = 0;
+
+// Rows of a row tile of a batch entry. Those behind its last one, if it is short, are the next tile's: the row pass gives them
+// P = 0, so they add zeros to dK, dV and the tile's dQ, where nobody looks for them.
+__device__ __forceinline__ TilePair rows_of_tile(const KernelArgs& args, int32_t b_idx,
+                                                 int32_t q_tile_idx) {
+  if (args.q_rows == nullptr) return row_tile(nullptr, 0, q_tile_idx, args.shape.s_q);
+  const int2 rows =
+      __ldg(reinterpret_cast<const int2*>(args.q_rows) + b_idx * args.num_q_tiles + q_tile_idx);
+  return {rows.x, rows.y};
+}
 
 // Index of the mask that query head h_q_idx of batch entry b_idx obeys, in [0, b * h_mask).
 __device__ __forceinline__ int32_t mask_index(const KernelArgs& args, int32_t b_idx,

@@ -166,7 +166,7 @@ __device__ __forceinline__ HiddenParts hidden_of_step(Smem<C>& smem, uint32_t co
   const int32_t key = (threadIdx.x - 128) / 32 * 16 + lane / 4;
   const int4* const bounds = smem.bounds[flags & kStepBoundsSlot ? 1 : 0] + key;
   const int4 rows[2] = {bounds[0], bounds[8]};
-  const int32_t q_first = smem.info[count % kNumInfo].q_tile_idx * kBlockQ + 2 * (lane % 4);
+  const int32_t q_first = smem.info[count % kNumInfo].q_begin + 2 * (lane % 4);
   const RowPieces* const lse = smem.lse[count % C::kLseStages] + lane;
   const bool is_hidden = is_hidden_row(lse[0]) | is_hidden_row(lse[32]);
   uint32_t scores = 0;

@@ -130,9 +130,8 @@ __device__ __forceinline__ void run_tall_consumer(const KernelArgs& args, Smem<C
         if (flags & kStepPartial) {
           const int4* const bounds = smem.bounds[flags & kStepBoundsSlot ? 1 : 0];
           const uint32_t thread = read_thread();
-          hidden = hidden_of_keys(
-              bounds + (thread - 128) / 32 * 16 + thread % 32 / 4,
-              smem.info[step_pos.count % kNumInfo].q_tile_idx * kBlockQ + 2 * (thread % 4));
+          hidden = hidden_of_keys(bounds + (thread - 128) / 32 * 16 + thread % 32 / 4,
+                                  smem.info[step_pos.count % kNumInfo].q_begin + 2 * (thread % 4));
           if (is_first) {
             clear_hidden_keys<C>(args, smem.kv, smem.kv + KvPlaces<C>::kSecond, bounds);
             ptx::fence_proxy_async();

@@ -179,7 +179,7 @@ __device__ __forceinline__ void run_wide_consumer(const KernelArgs& args, Smem<C
           const uint32_t thread = read_thread();
           hide_packed(reg_p, reg_ds,
                       hidden_of_keys(bounds + thread % 128 / 32 * 16 + thread % 32 / 4,
-                                     info.q_tile_idx * kBlockQ + get_row()),
+                                     info.q_begin + get_row()),
                       0);
           clear_hidden_rows<C>(smem, count);
           if (is_first) {

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where key tiles begin. On a grid of block_k keys a tile over the border of two documents visits the rows of both, so
-// tiles may begin at borders, where that saves steps. Of the benchmark's masks (on the grid = 1): causal document 0.988,
+// Where key tiles and row tiles begin. On a grid of block_k keys a tile over the border of two documents visits the rows of
+// both, so tiles may begin at borders, where that saves steps. Of the benchmark's masks (on the grid = 1): causal document 0.988,
 // 0.973 and 0.993 at 8K, 32K and 128K, document 1, 0.977, 0.994, share question 0.971, 0.959, 0.990, prefix document
 // 0.987, 0.970, 0.994, the others 1. With three steps more a tile the best cuts of all take 1.2 % fewer of the 32K share
 // question, 0.6 of the 8K prefix document and at most 0.2 elsewhere; of bidirectional documents of up to 500 keys, 2 to 10.
+// So may row tiles, which the keys of both documents would visit. Both together: causal document 0.979, 0.949, 0.988,
+// document 0.996, 0.965, 0.991, share question 0.953, 0.915, 0.981, prefix document 0.986, 0.947, 0.988, and 0.52 to 0.87 of
+// the partial steps that key tiles alone leave. Cut at every border of as many keys row tiles save less.
 #pragma once
 
 #include "steps.h"
@@ -13,6 +16,7 @@ namespace fm3::sm90_bwd {
 constexpr int kBorderKeys = 128;  // on either side of a border, what it is judged by
 // What a cut must save: a tile more takes three steps, and the borders behind it lie elsewhere in their tiles.
 constexpr float kCutSteps = 4;
+constexpr float kRowCutKeys = 128;  // of a key tile, for what a cut of row tiles saves
 
 // Borders of a mask that are looked at; tiles behind them stay on the grid. A warp does so, 31 at a time: documents of a few
 // keys, by the thousand, must not hold a call up that makes its lists. Lists of 128K keys, an H200: documents of 1 key 28 ms
@@ -21,10 +25,16 @@ constexpr int32_t kMostBorders = 16 * 31;
 
 constexpr int32_t kMostTiles = UINT16_MAX;  // of a list: a grid axis, and visitors of a row tile
 
-// Key tiles that there can be of any mask: those of the grid and a few more.
+inline int32_t tiles_on_grid(int32_t size, int32_t block) {
+  return static_cast<int32_t>((int64_t{size} + block - 1) / block);
+}
+// Tiles that there can be of any mask: those of the grid and a few more. A cut of row tiles takes a third of one, and what is
+// kept of each row takes memory.
 inline int32_t most_k_tiles(int32_t s_k, int32_t block_k) {
-  const auto on_grid = static_cast<int32_t>((int64_t{s_k} + block_k - 1) / block_k);
-  return on_grid + on_grid / 16 + 1;
+  return tiles_on_grid(s_k, block_k) + tiles_on_grid(s_k, block_k) / 16 + 1;
+}
+inline int32_t most_q_tiles(int32_t s_q) {
+  return tiles_on_grid(s_q, kBlockQ) + tiles_on_grid(s_q, kBlockQ) / 32 + 1;
 }
 
 // Cuts take 10 to 33 us where lists are made, so masks of fewer pairs stay on the grid: of one sequence those below 16K,
@@ -36,16 +46,21 @@ constexpr int64_t kCutPairs = 0;
 constexpr int64_t kCutPairs = int64_t{1} << 28;
 #endif
 
-// Key tiles that its lists have room for.
-inline int32_t max_k_tiles(const MaskView& mask, int32_t block_k) {
+// Whether tiles of a mask may leave the grid, as far as its shape says.
+inline bool may_cut(const MaskView& mask) {
   // block_mask is on the grid; without bounds there are no documents; heads of one item may have masks of their own.
-  const bool may_cut = mask.block_mask == nullptr && mask.form != BoundForm::kNone &&
-                       mask.h_mask == 1 &&
-                       int64_t{mask.s_q} * mask.s_k >= kCutPairs / larger(mask.b, 1);
+  return mask.block_mask == nullptr && mask.form != BoundForm::kNone && mask.h_mask == 1 &&
+         int64_t{mask.s_q} * mask.s_k >= kCutPairs / larger(mask.b, 1);
+}
+// Key tiles, and row tiles, that its lists have room for.
+inline int32_t max_k_tiles(const MaskView& mask, int32_t block_k) {
   const int32_t most = most_k_tiles(mask.s_k, block_k);
-  return may_cut && most <= kMostTiles
-             ? most
-             : static_cast<int32_t>((int64_t{mask.s_k} + block_k - 1) / block_k);
+  return may_cut(mask) && most <= kMostTiles ? most : tiles_on_grid(mask.s_k, block_k);
+}
+inline int32_t max_q_tiles(const MaskView& mask) {
+  const int32_t most = most_q_tiles(mask.s_q);
+  const bool has_borders = may_cut(mask) && most_k_tiles(mask.s_k, 128) <= kMostTiles;
+  return has_borders && most <= kMostTiles ? most : tiles_on_grid(mask.s_q, kBlockQ);
 }
 
 // From the first row that a key shows to behind the last one; begin >= end if it shows none.
@@ -64,11 +79,51 @@ FM3_HOST_DEVICE ShownRows shown_rows(const TwoIntervals& hidden, int32_t s_q) {
   return rows.begin < rows.end ? rows : ShownRows{s_q, 0};
 }
 
-// Where a tile is cut for the sake of `border`. If key after key begins at later rows, at the row tile where the border's
-// rows begin: the keys from there on visit no other one, and the tiles behind it begin at row tiles, too.
+// Whether the key shows each of the kBlockQ rows that follow the first one it shows.
+FM3_HOST_DEVICE bool shows_a_tile(const TwoIntervals& hidden, const ShownRows& rows) {
+  const int32_t end = rows.begin + kBlockQ;
+  return rows.count() >= kBlockQ && (hidden.lt_begin >= end || hidden.lt_end <= rows.begin) &&
+         (hidden.ut_begin >= end || hidden.ut_end <= rows.begin);
+}
+
+// Where row tiles begin: at row 0 and every kBlockQ rows, and anew at the first rows of some documents.
+// Claim:      what a tile that ends at a cut reads behind its end are rows that see some key (they may not hold just anything).
+// Because:    a cut is made only where the border's first key shows the kBlockQ rows behind it.
+// Breaks if:  shows_a_tile is not asked.
+// Tested by:  test/unit/test_sm90_bwd_row_cuts.py
+struct RowCuts {
+  int32_t begin = 0;      // the last one
+  int32_t num_tiles = 0;  // before it
+  FM3_HOST_DEVICE int32_t tiles_before(int32_t row) const {
+    return num_tiles + (row - begin + kBlockQ - 1) / kBlockQ;
+  }
+  // Whether it pays to cut at `row`, where a document begins, of num_keys keys. The rows of its first key end at first_end,
+  // those of its last one at last_end. Uncut, a tile reaches `over` rows beyond it. A key tile whose rows end in the first
+  // `over` of a tile's, counted from the cut, visits as many tiles either way; others one less. So cuts need no more tiles
+  // up to the document's end, and few behind it.
+  FM3_HOST_DEVICE bool pays(int32_t s_q, int32_t max_tiles, int32_t row, int32_t first_end,
+                            int32_t last_end, int32_t num_keys) const {
+    if (row < begin + kBlockQ || (row - begin) % kBlockQ == 0) return false;
+    if (tiles_before(row) + (s_q - row + kBlockQ - 1) / kBlockQ > max_tiles) return false;
+    const int32_t over = kBlockQ - (row - begin) % kBlockQ;
+    const int32_t num_saved =
+        ((first_end - row - 1) % kBlockQ >= over) + ((last_end - row - 1) % kBlockQ >= over);
+    return .5f * num_saved * num_keys >= kCutSteps * kRowCutKeys;
+  }
+  FM3_HOST_DEVICE void cut(int32_t row) { num_tiles = tiles_before(row), begin = row; }
+  // Rows between a row and the begin of its tile, if it is behind the last cut.
+  FM3_HOST_DEVICE static int32_t inside(int32_t row, int32_t begin) {
+    return row > begin ? (row - begin) % kBlockQ : 0;
+  }
+};
+
+// Where a key tile is cut for the sake of `border`. If key after key begins at later rows, at the row tile where the
+// border's rows begin, `inside` rows before: the keys from there on visit no other one, and the tiles behind it begin at row
+// tiles, too.
 template <class RowsOf>
-FM3_HOST_DEVICE int32_t cut_of(int32_t s_k, int32_t border, const ShownRows& rows, RowsOf rows_of) {
-  const int32_t inside = rows.begin % kBlockQ, earlier = border - inside;
+FM3_HOST_DEVICE int32_t cut_of(int32_t s_k, int32_t border, int32_t inside, const ShownRows& rows,
+                               RowsOf rows_of) {
+  const int32_t earlier = border - inside;
   if (inside == 0 || earlier <= 0) return border;
   const bool are_later = rows_of(smaller(border + kBlockQ, s_k) - 1).begin > rows.begin;
   return are_later && rows_of(earlier).begin >= rows.begin - inside ? earlier : border;

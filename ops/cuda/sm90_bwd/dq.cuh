@@ -158,9 +158,8 @@ class DqWriter {
     if (tile.flags & kItemInOrder) {
       if (num_claimed == 0) return;  // of parts, not of items. Walks over all rows go up
       const int32_t row_tile =
-          larger(args_.num_q_tiles - kWaveTurns * static_cast<int32_t>(gridDim.x), 0);
-      wait_at_least(args_.ring_counts + sum_index(tile, {row_tile, 0, tile.h_q_begin, 0}),
-                    num_claimed);
+          larger(__ldg(&args_.plan->num_q_tiles) - kWaveTurns * static_cast<int32_t>(gridDim.x), 0);
+      wait_at_least(args_.ring_counts + sum_index(tile, tile.h_q_begin, row_tile), num_claimed);
       return;
     }
 #pragma unroll 1
@@ -170,10 +169,13 @@ class DqWriter {
     }
   }
 
+  __device__ __forceinline__ int32_t sum_index(const volatile TileInfo& tile, int32_t h_q_idx,
+                                               int32_t q_tile_idx) const {
+    return ((tile.ring_row + h_q_idx) * args_.num_q_tiles + q_tile_idx) * C::kDqParts + part_idx_;
+  }
   __device__ __forceinline__ int32_t sum_index(const volatile TileInfo& tile,
                                                const StepInfo& info) const {
-    return ((tile.ring_row + info.h_q_idx) * args_.num_q_tiles + info.q_tile_idx) * C::kDqParts +
-           part_idx_;
+    return sum_index(tile, info.h_q_idx, info.q_tile_idx());
   }
   // Until the parts before this one are in its sum. With acquire every time: they are in memory when they are counted
   // (bulk_wait), in both proxies, and this one's reduction must come after them. A look at the next part's count while
@@ -236,7 +238,7 @@ class DqWriter {
     volatile DqEvent& event = smem_.event[reserved_.slot()];
     event.b_idx = b_idx;
     event.h_q_idx = info.h_q_idx;
-    event.q_tile_idx = info.q_tile_idx;
+    event.q_tile_idx = info.q_tile_idx();
     event.num_visits = num_visits;
     event.ring_sum_idx = ring_sum_idx;
     event.part_idx = part_idx_;

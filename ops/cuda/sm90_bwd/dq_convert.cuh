@@ -11,7 +11,8 @@ namespace fm3::sm90_bwd {
 // memory to dq. One warp.
 template <class C>
 __device__ __forceinline__ void convert_piece(const KernelArgs& args, const float* source,
-                                              int32_t piece_idx, const DqEvent& event) {
+                                              int32_t piece_idx, const DqEvent& event,
+                                              const TilePair& rows) {
   using T = typename C::T;
   constexpr int kPairs = Sizes<C>::kPiecePairs;
   const int32_t lane = threadIdx.x % 32;
@@ -21,7 +22,7 @@ __device__ __forceinline__ void convert_piece(const KernelArgs& args, const floa
       Sizes<C>::kSharesPanel
           ? (piece < 2 ? unit_idx / 4 * 64 + piece * 32 : 128 + unit_idx / 4 * 32)
           : (event.part_idx * 2 + unit_idx / 4) * Sizes<C>::kUnitBlocks * 8 + piece * (kPairs * 16);
-  const int32_t q_idx = event.q_tile_idx * kBlockQ + unit_idx % 4 * 16 + lane / 4;
+  const int32_t q_idx = rows.first + unit_idx % 4 * 16 + lane / 4;
   T* const row = static_cast<T*>(args.dq) + event.b_idx * args.stride_dq.b +
                  event.h_q_idx * args.stride_dq.h + q_idx * args.stride_dq.s + d_begin;
   const float scale = args.softmax_scale;
@@ -30,11 +31,11 @@ __device__ __forceinline__ void convert_piece(const KernelArgs& args, const floa
     const float4 left = reinterpret_cast<const float4*>(source)[2 * pair * 32 + lane];
     const float4 right = reinterpret_cast<const float4*>(source)[(2 * pair + 1) * 32 + lane];
     store_block_pair<T>(row, pair, ptx::pack2<T>(left.x * scale, left.y * scale),
-                        ptx::pack2<T>(right.x * scale, right.y * scale), q_idx < args.shape.s_q,
+                        ptx::pack2<T>(right.x * scale, right.y * scale), q_idx < rows.last,
                         args.shape.d_qk - d_begin);
     store_block_pair<T>(row + 8 * args.stride_dq.s, pair,
                         ptx::pack2<T>(left.z * scale, left.w * scale),
-                        ptx::pack2<T>(right.z * scale, right.w * scale), q_idx + 8 < args.shape.s_q,
+                        ptx::pack2<T>(right.z * scale, right.w * scale), q_idx + 8 < rows.last,
                         args.shape.d_qk - d_begin);
   }
 }
@@ -59,6 +60,23 @@ __device__ __forceinline__ void pack_tile(const float* left, const float* right,
   }
 }
 
+// Writes the first `num_rows` rows of a tile that pack_tile packed to dq, where TMA would write the others, too, which are the
+// next row tile's. One warp.
+template <class C>
+__device__ __forceinline__ void store_rows(const KernelArgs& args, const typename C::T* packed,
+                                           int32_t num_rows, int32_t q_begin, int32_t d_begin,
+                                           const DqEvent& event) {
+  using T = typename C::T;
+  const int32_t lane = threadIdx.x % 32, d_idx = d_begin + lane % 8 * 8;
+  T* const dq = static_cast<T*>(args.dq) + event.b_idx * args.stride_dq.b +
+                event.h_q_idx * args.stride_dq.h + d_idx;
+#pragma unroll 1
+  for (int32_t row = lane / 8; row < num_rows && d_idx < args.shape.d_qk; row += 4) {
+    *reinterpret_cast<uint4*>(dq + (q_begin + row) * args.stride_dq.s) =
+        *reinterpret_cast<const uint4*>(packed + row * 64 + (lane % 8 ^ row % 8) * 8);
+  }
+}
+
 // Warp 2. Counts each part once its reduction is complete, and lists the sums that are.
 template <class C>
 __device__ __forceinline__ void run_dq_counter(const KernelArgs& args, Smem<C>& smem) {
@@ -79,9 +97,10 @@ __device__ __forceinline__ void run_dq_counter(const KernelArgs& args, Smem<C>& 
     if (event.num_visits == 1) {  // never in the ring: from where it is, and frees `dq`
       const int32_t buffer_idx = C::kDqBuffers > 1 ? event.ring_sum_idx : 0;
       const float* const staged = smem.dq + buffer_idx * Sizes<C>::kPartFloats;
+      const TilePair rows = rows_of_tile(args, event.b_idx, event.q_tile_idx);
 #pragma unroll 1
       for (int32_t piece = 0; piece < Sizes<C>::kPieces; ++piece) {
-        convert_piece<C>(args, staged + piece * Sizes<C>::kPieceFloats, piece, event);
+        convert_piece<C>(args, staged + piece * Sizes<C>::kPieceFloats, piece, event, rows);
       }
       __syncwarp();
       if (ptx::arrives(is_leader)) ptx::mbar_arrive(&smem.dq_empty[event.part_idx + buffer_idx]);
@@ -140,28 +159,44 @@ __device__ __forceinline__ void convert_tiles(const KernelArgs& args, Smem<C>& s
     }
   };
   if (is_leader) fetch(0), fetch(1);
+  const TilePair rows = rows_of_tile(args, event.b_idx, event.q_tile_idx);
+  // A copy of its own for short tiles: the others pay for nothing in the loop.
+  const auto convert = [&](auto is_short_constant) __attribute__((always_inline)) {
+    constexpr bool is_short = decltype(is_short_constant)::value;
 #pragma unroll 1
-  for (int32_t tile = 0; tile < kTiles; ++tile) {
-    if (is_leader) ptx::bulk_wait_read<0>();  // the last result
-    ptx::mbar_wait(&smem.dq_back_full[tile & 1], tile >> 1 & 1);
-    __syncwarp();
-    T* const out = reinterpret_cast<T*>(smem.dq_back[4]);
-    pack_tile<C>(smem.dq_back[2 * (tile & 1)], smem.dq_back[2 * (tile & 1) + 1], out,
-                 args.softmax_scale);
-    ptx::fence_proxy_async();
-    __syncwarp();
-    if (is_leader) {
-      if (tile + 2 < kTiles) fetch(tile + 2);
-      ptx::tma_store_4d(&args.map_dq, out, (event.part_idx * 2 + tile / 4) * 64,
-                        event.q_tile_idx * kBlockQ + tile % 4 * 16, event.h_q_idx, event.b_idx);
-      ptx::bulk_commit();
-    }
-    if (needs_zeros) {
+    for (int32_t tile = 0; tile < kTiles; ++tile) {
+      if (is_leader) ptx::bulk_wait_read<0>();  // the last result
+      ptx::mbar_wait(&smem.dq_back_full[tile & 1], tile >> 1 & 1);
+      __syncwarp();
+      T* const out = reinterpret_cast<T*>(smem.dq_back[4]);
+      pack_tile<C>(smem.dq_back[2 * (tile & 1)], smem.dq_back[2 * (tile & 1) + 1], out,
+                   args.softmax_scale);
+      ptx::fence_proxy_async();
+      __syncwarp();
+      const int32_t q_begin = rows.first + tile % 4 * 16;
+      const int32_t d_begin = (event.part_idx * 2 + tile / 4) * 64;
+      const bool by_tma = !is_short || q_begin + 16 <= rows.last;
+      if (is_leader) {
+        if (tile + 2 < kTiles) fetch(tile + 2);
+        if (by_tma) {
+          ptx::tma_store_4d(&args.map_dq, out, d_begin, q_begin, event.h_q_idx, event.b_idx);
+          ptx::bulk_commit();
+        }
+      }
+      if (!by_tma) store_rows<C>(args, out, rows.last - q_begin, q_begin, d_begin, event);
+      if (needs_zeros) {
 #pragma unroll
-      for (int part = 0; part < S::kTileUnits; ++part) {
-        clear_blocks<kPartBytes / 512>(unit(tile, part));
+        for (int part = 0; part < S::kTileUnits; ++part) {
+          clear_blocks<kPartBytes / 512>(unit(tile, part));
+        }
       }
     }
+  };
+  // TMA drops what lies behind s_q, not what lies behind a short tile.
+  if (rows.first + kBlockQ <= rows.last || rows.last == args.shape.s_q) {
+    convert(std::false_type{});
+  } else {
+    convert(std::true_type{});
   }
 }
 

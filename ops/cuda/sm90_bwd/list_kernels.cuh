@@ -18,7 +18,7 @@ __device__ __forceinline__ sm90::BoundSummary<kForm> read_keys(const MaskView& m
                                                                int32_t k_end, int32_t block_k,
                                                                KeyRows* maybe_rows) {
   const int32_t* const bounds = mask.bounds + mask_idx * mask.s_k * sm90::kNumBounds<kForm>;
-  const int32_t padded_rows = (mask.s_q + kBlockQ - 1) / kBlockQ * kBlockQ;
+  const int32_t padded_rows = mask.s_q + kBlockQ - 1;  // wherever the last row tile begins
   sm90::BoundSummary<kForm> keys;
   for (int32_t idx = threadIdx.x % 32; idx < block_k; idx += 32) {
     const int32_t k_idx = k_begin + idx;
@@ -50,7 +50,6 @@ template <BoundForm kForm>
 __device__ __forceinline__ void list_visits(const MaskView& mask, const MaskLists& lists,
                                             const TileLists& tiles, int64_t tile_idx,
                                             bool writes_bounds) {
-  constexpr int32_t kChunkQ = 32 * kBlockQ;
   const int32_t lane = threadIdx.x % 32;
   const auto mask_idx = static_cast<int32_t>(tile_idx / tiles.num_k_tiles);
   const auto k_tile_idx = static_cast<int32_t>(tile_idx % tiles.num_k_tiles);
@@ -70,18 +69,26 @@ __device__ __forceinline__ void list_visits(const MaskView& mask, const MaskList
                         int64_t{k_tile_idx} * tiles.block_k;
   const auto keys = read_keys<kForm>(mask, mask_idx, k_begin, k_end, tiles.block_k,
                                      writes_bounds ? rows : nullptr);
+  const int32_t num_q_tiles =
+      lists.q_tiles == nullptr ? lists.num_q_tiles : lists.q_tiles[mask_idx];
+  const auto rows_of_tile = [&](int32_t q_tile_idx) {
+    return row_tile(lists.q_rows, int64_t{mask_idx} * lists.num_q_tiles, q_tile_idx, mask.s_q);
+  };
+  // First row of chunk `chunk`, s_q behind the last.
+  const auto chunk_begin = [&](int32_t chunk) {
+    return chunk < lists.num_q_chunks ? rows_of_tile(chunk * 32).first : mask.s_q;
+  };
   StepBits* const bits = tiles.step_bits + tile_idx * lists.num_q_chunks;
   int32_t num_steps = 0, first_chunk = 0, end_chunk = 0;
   for (int32_t base = 0; base < lists.num_q_chunks; base += 32) {
     const int32_t own_chunk = base + lane;
     StepBits own = {0, 0};
     bool is_open = false;
-    if (own_chunk < lists.num_q_chunks && k_begin < k_end) {
-      const int32_t q_begin = own_chunk * kChunkQ;
-      const int32_t q_end = smaller(mask.s_q - q_begin, kChunkQ) + q_begin;
-      const StepClass all =
-          classify_rows<kForm>(mask, keys, k_begin, k_end, tiles.block_k, q_begin, q_end);
-      const int32_t num_rows = smaller(lists.num_q_tiles - own_chunk * 32, 32);
+    const int32_t num_rows = smaller(num_q_tiles - own_chunk * 32, 32);
+    const int32_t chunk_rows[2] = {chunk_begin(own_chunk), chunk_begin(own_chunk + 1)};
+    if (num_rows > 0 && k_begin < k_end) {
+      const StepClass all = classify_rows<kForm>(mask, keys, k_begin, k_end, tiles.block_k,
+                                                 chunk_rows[0], chunk_rows[1]);
       if (all == StepClass::kFull) own.visited = ~0u >> (32 - num_rows);
       is_open =
           all == StepClass::kPartial || (all == StepClass::kFull && mask.block_mask != nullptr);
@@ -90,11 +97,16 @@ __device__ __forceinline__ void list_visits(const MaskView& mask, const MaskList
       const int32_t chunk_lane = __ffs(open) - 1;
       const int32_t q_tile_idx = (base + chunk_lane) * 32 + lane;
       StepClass step = StepClass::kSkip;
-      if (q_tile_idx < lists.num_q_tiles) {
-        const int32_t q_begin = q_tile_idx * kBlockQ;
-        if (!is_dropped(mask, mask_idx, k_begin, q_begin)) {
-          const int32_t q_end = smaller(mask.s_q - q_begin, kBlockQ) + q_begin;
-          step = classify_rows<kForm>(mask, keys, k_begin, k_end, tiles.block_k, q_begin, q_end);
+      // Without a cut in the chunk rows need not be looked up.
+      const int32_t first = __shfl_sync(kWholeWarp, chunk_rows[0], chunk_lane);
+      const int32_t last = __shfl_sync(kWholeWarp, chunk_rows[1], chunk_lane);
+      if (q_tile_idx < num_q_tiles) {
+        const TilePair rows = last - first == 32 * kBlockQ
+                                  ? TilePair{first + lane * kBlockQ, first + (lane + 1) * kBlockQ}
+                                  : rows_of_tile(q_tile_idx);
+        if (!is_dropped(mask, mask_idx, k_begin, rows.first)) {
+          step = classify_rows<kForm>(mask, keys, k_begin, k_end, tiles.block_k, rows.first,
+                                      rows.last);
         }
       }
       const uint32_t visited = __ballot_sync(kWholeWarp, step != StepClass::kSkip);
@@ -222,6 +234,9 @@ __device__ __forceinline__ void list_visitors(const MaskLists& lists, const Tile
   const int32_t q_tile_idx = chunk * 32 + lane;
   const bool is_row = q_tile_idx < lists.num_q_tiles;
   int32_t num_before = 0;  // in words of earlier rounds
+  const TilePair rows_of_tile =
+      is_row ? row_tile(lists.q_rows, mask_idx * lists.num_q_tiles, q_tile_idx, INT32_MAX)
+             : TilePair{0, 0};
   for (int32_t base = 0; base < tiles.num_k_words; base += sm90::kRankWarps) {
     const int32_t word = base + warp, k_tile_idx = word * 32 + lane;
     uint32_t rows = 0;
@@ -252,7 +267,9 @@ __device__ __forceinline__ void list_visitors(const MaskLists& lists, const Tile
     __syncthreads();
   }
   if (warp != 0) return;
-  if (is_row) tiles.visits[mask_idx * lists.num_q_tiles + q_tile_idx] = num_before;
+  if (is_row) {
+    tiles.visits[mask_idx * lists.num_q_tiles + q_tile_idx] = {num_before, rows_of_tile.first};
+  }
   const uint32_t shared = __ballot_sync(kWholeWarp, is_row && num_before > 1);
   if (lane == 0 && shared != 0) atomicAdd(&tiles.shared_rows[mask_idx], __popc(shared));
 }

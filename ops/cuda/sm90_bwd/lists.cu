@@ -11,9 +11,11 @@ namespace fm3::sm90_bwd {
 cudaError_t make_lists(const MaskView& mask, const MaskLists& lists, cudaStream_t stream) {
   const ListGrids grids = list_grids(mask, lists);
   return sm90::with_form(mask.form, [&](auto form) {
-    if (grids.border_ctas > 0) {
-      border_kernel<form><<<grids.border_ctas, kVisitThreads, 0, stream>>>(mask, lists, grids);
-      cut_kernel<form><<<grids.cut_ctas, kVisitThreads, 0, stream>>>(mask, lists, grids);
+    if constexpr (form != BoundForm::kNone) {  // without bounds there are no documents
+      if (grids.border_ctas > 0) {
+        border_kernel<form><<<grids.border_ctas, kVisitThreads, 0, stream>>>(mask, lists, grids);
+        cut_kernel<form><<<grids.cut_ctas, kVisitThreads, 0, stream>>>(mask, lists, grids);
+      }
     }
     visit_kernel<form>
         <<<lists.num_tile_lists * grids.visit_ctas, kVisitThreads, 0, stream>>>(mask, lists, grids);

@@ -29,6 +29,12 @@ struct alignas(8) Visitors {
   }
 };
 
+// Of a row tile.
+struct alignas(8) RowVisits {
+  int32_t count;  // visiting key tiles
+  int32_t q_begin;
+};
+
 struct alignas(8) TilePair {
   int32_t first, last;
 };
@@ -51,7 +57,7 @@ struct TileLists {
   int32_t* by_length;       // [num_masks, num_k_tiles] key tiles, that with most steps first
   VisitSummary* summaries;  // [num_masks]
   Visitors* visitors;       // [num_masks, num_k_words, num_q_tiles]
-  int32_t* visits;          // [num_masks, num_q_tiles] visiting key tiles
+  RowVisits* visits;        // [num_masks, num_q_tiles]
   int32_t* shared_rows;     // [num_masks] row tiles with more than one visitor
   TilePair* sample_rows;    // [num_masks, num_k_tiles] row tile after kSampleStep steps up, down
 };
@@ -63,10 +69,35 @@ constexpr bool has_lists(int32_t block_k) {
   return block_k == kBlockKs[0] || block_k == kBlockKs[1];
 }
 
+// Rows [first, last) of a row tile. `q_rows`: MaskLists::q_rows; `list_begin`: of the entry.
+FM3_HOST_DEVICE TilePair row_tile(const TilePair* q_rows, int64_t list_begin, int32_t q_tile_idx,
+                                  int32_t s_q) {
+  if (q_rows != nullptr) return q_rows[list_begin + q_tile_idx];
+  const int32_t begin = q_tile_idx * kBlockQ;
+  return {begin, smaller(s_q - begin, kBlockQ) + begin};
+}
+
+// Where the row pass puts rows [kBlockQ r, + kBlockQ) of an entry: row q to the (q + shift)-th of all rows of all row tiles,
+// which have kBlockQ each. At most one cut lies among them.
+struct alignas(16) RowPlaces {
+  int32_t shift;      // of rows before `cut`
+  int32_t cut;        // none: INT32_MAX
+  int32_t cut_shift;  // of rows from there on; larger by what the tile before lacks of kBlockQ rows
+  int32_t unused;
+  FM3_HOST_DEVICE int32_t place(int32_t q_idx) const {
+    return q_idx + (q_idx < cut ? shift : cut_shift);
+  }
+};
+
 struct MaskLists {
-  int32_t num_q_tiles, num_q_chunks;  // ceil(s_q / kBlockQ), ceil(num_q_tiles / 32)
-  int32_t num_border_words;           // 4 * ceil(s_k / 128) if tiles may begin at borders, else 0
-  uint32_t* borders;                  // [num_masks, num_border_words] a bit a key
+  int32_t num_q_tiles, num_q_chunks;  // room for row tiles, ceil(num_q_tiles / 32)
+  // If row tiles may begin at documents (then h_mask is 1), else nullptr. Tile t is of rows [first, last); those that a mask
+  // does not have begin at s_q.
+  TilePair* q_rows;          // [num_masks, num_q_tiles]
+  int32_t* q_tiles;          // [num_masks] how many it has
+  RowPlaces* row_places;     // [num_masks, ceil(s_q / kBlockQ)]
+  int32_t num_border_words;  // 4 * ceil(s_k / 128) if tiles may begin at borders, else 0
+  uint32_t* borders;         // [num_masks, num_border_words] a bit a key
   int32_t num_tile_lists;
   TileLists tiles[kNumBlockKs];
 };
@@ -79,11 +110,11 @@ inline int64_t lists_layout(const MaskView& mask, const int32_t* block_ks, int32
     return static_cast<int32_t>((int64_t{value} + divisor - 1) / divisor);
   };
   MaskLists made = {};
-  made.num_q_tiles = div_up(mask.s_q, kBlockQ);
-  made.num_q_chunks = div_up(made.num_q_tiles, 32);
+  made.num_q_tiles = max_q_tiles(mask);
   // If tiles of one size may leave the grid, so may those of the other, as far as they have room.
-  const bool may_cut = max_k_tiles(mask, kBlockKs[0]) > div_up(mask.s_k, kBlockKs[0]);
-  made.num_border_words = may_cut ? 4 * div_up(mask.s_k, 128) : 0;
+  const bool cuts_keys = max_k_tiles(mask, kBlockKs[0]) > div_up(mask.s_k, kBlockKs[0]);
+  made.num_q_chunks = div_up(made.num_q_tiles, 32);
+  made.num_border_words = cuts_keys ? 4 * div_up(mask.s_k, 128) : 0;
   made.num_tile_lists = num_block_ks;
   int64_t offset = 0;
   const auto take = [&](auto** pointer, int64_t count) {
@@ -92,6 +123,12 @@ inline int64_t lists_layout(const MaskView& mask, const int32_t* block_ks, int32
     offset = sm90::align_up(offset + count * int64_t{sizeof(Element)}, 256);
   };
   take(&made.borders, num_masks * made.num_border_words);
+  const int32_t num_places = div_up(mask.s_q, kBlockQ);
+  if (made.num_q_tiles > num_places) {
+    take(&made.q_rows, num_masks * made.num_q_tiles);
+    take(&made.q_tiles, num_masks);
+    take(&made.row_places, num_masks * num_places);
+  }
   for (int32_t idx = 0; idx < num_block_ks; ++idx) {
     TileLists& tiles = made.tiles[idx];
     tiles.block_k = block_ks[idx];
@@ -102,7 +139,7 @@ inline int64_t lists_layout(const MaskView& mask, const int32_t* block_ks, int32
     take(&tiles.num_tiles, num_masks);
     tiles.num_hulls = div_up(tiles.num_k_tiles, kHullK / tiles.block_k);
     tiles.bounds = made.tiles[0].bounds;  // on the grid the same ones for every size
-    if (idx == 0 || may_cut) take(&tiles.bounds, num_masks * tiles.num_hulls * kHullK);
+    if (idx == 0 || cuts_keys) take(&tiles.bounds, num_masks * tiles.num_hulls * kHullK);
     take(&tiles.step_bits, num_tiles * made.num_q_chunks);
     take(&tiles.step_chunks, num_tiles);
     take(&tiles.tile_steps, num_tiles);

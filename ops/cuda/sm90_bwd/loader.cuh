@@ -40,6 +40,11 @@ __device__ __forceinline__ void publish_tile(const KernelArgs& args, Smem<C>& sm
   __syncwarp();
 }
 
+__device__ __forceinline__ uint32_t step_flags(const RowWalk& walk, uint32_t bounds_slot) {
+  return static_cast<uint32_t>(walk.q_tile_idx()) << StepInfo::kStepTileShift |
+         (walk.is_partial() ? kStepPartial : 0) | (bounds_slot ? kStepBoundsSlot : 0);
+}
+
 // Copies Q and dO of a step, lse, delta and bounds, and says what the step is. All lanes.
 template <class C>
 __device__ __forceinline__ void load_step(const KernelArgs& args, Smem<C>& smem,
@@ -58,6 +63,7 @@ __device__ __forceinline__ void load_step(const KernelArgs& args, Smem<C>& smem,
   // Of this step, among all rows of all heads. 32 bits number their row tiles: lse of 2^31 would be 2 TB.
   const int64_t first_row =
       int64_t{(b_idx * args.shape.h_q + h_idx) * args.num_q_tiles + q_tile_idx} * kBlockQ;
+  const int32_t q_begin = walk.q_begin();
   const uint32_t base = ptx::uniform(ptx::smem_addr(&smem));
   const uint32_t q_slot = ptx::uniform(slot), count = ptx::uniform(step_pos.count);
   const uint32_t q_full = base + offsetof(Smem<C>, q_full) + q_slot * sizeof(Barrier);
@@ -75,11 +81,10 @@ __device__ __forceinline__ void load_step(const KernelArgs& args, Smem<C>& smem,
   }
   __syncwarp();
   if (ptx::elect_one()) {
-    smem.info[step_pos.count % kNumInfo] = {
-        q_tile_idx, (walk.is_partial() ? kStepPartial : 0) | (bounds_slot ? kStepBoundsSlot : 0),
-        h_idx, visits_order};
+    smem.info[step_pos.count % kNumInfo] = {q_begin, step_flags(walk, bounds_slot), h_idx,
+                                            visits_order};
     ptx::mbar_arrive_expect_tx(&smem.q_full[slot], Sizes<C>::kQBytes + kRowBytes);
-    load_panels<kBlockQ, C::kDim>(q_at, &args.map_q, q_full, q_tile_idx * kBlockQ, h_idx, b_idx,
+    load_panels<kBlockQ, C::kDim>(q_at, &args.map_q, q_full, q_begin, h_idx, b_idx,
                                   ptx::kEvictNormal);
     ptx::bulk_load(lse_at, static_cast<const Row*>(args.lse) + first_row, kRowBytes, q_full);
   }
@@ -96,8 +101,8 @@ __device__ __forceinline__ void load_step(const KernelArgs& args, Smem<C>& smem,
     constexpr uint32_t kBoundsBytes = C::kBlockK * sizeof(int4);
     ptx::mbar_arrive_expect_tx(&smem.dout_full[dout_slot], Sizes<C>::kDoutBytes + kRowBytes +
                                                                (needs_bounds ? kBoundsBytes : 0));
-    load_panels<kBlockQ, C::kDimV>(dout_at, &args.map_dout, dout_full, q_tile_idx * kBlockQ, h_idx,
-                                   b_idx, ptx::kEvictNormal);
+    load_panels<kBlockQ, C::kDimV>(dout_at, &args.map_dout, dout_full, q_begin, h_idx, b_idx,
+                                   ptx::kEvictNormal);
     ptx::bulk_load(delta_at, static_cast<const Row*>(args.minus_delta) + first_row, kRowBytes,
                    dout_full);
     // With dO, not with Q: the bounds slot was last read two bounds tiles ago, hence not after
@@ -122,6 +127,7 @@ __device__ __forceinline__ void load_wide_step(const KernelArgs& args, Smem<C>& 
   constexpr uint32_t kRowBytes = kBlockQ * sizeof(Row);
   const bool is_leader = threadIdx.x % 32 == 0;
   const uint32_t slot = step_pos.slot();
+  const int32_t q_begin = walk.q_begin();
   const auto first_row = [&]() {  // of this step, among all rows of all heads
     return ((static_cast<int64_t>(tile.b_idx) * args.shape.h_q + h_q_idx) * args.num_q_tiles +
             walk.q_tile_idx()) *
@@ -132,15 +138,12 @@ __device__ __forceinline__ void load_wide_step(const KernelArgs& args, Smem<C>& 
     ptx::mbar_wait(&smem.q_empty[0], 0);  // step 0 has read its lse
   }
   if (is_leader) {
-    smem.info[step_pos.count % kNumInfo] = {
-        walk.q_tile_idx(),
-        (walk.is_partial() ? kStepPartial : 0) | (bounds_slot ? kStepBoundsSlot : 0), h_q_idx,
-        visits_order};
+    smem.info[step_pos.count % kNumInfo] = {q_begin, step_flags(walk, bounds_slot), h_q_idx,
+                                            visits_order};
     Barrier* const q_full = &smem.q_full[slot];
     ptx::mbar_arrive_expect_tx(q_full, Sizes<C>::kQBytes + kRowBytes);
     load_panels<kBlockQ, C::kDim>(ptx::smem_addr(smem.q[slot]), &args.map_q, ptx::smem_addr(q_full),
-                                  walk.q_tile_idx() * kBlockQ, h_q_idx, tile.b_idx,
-                                  ptx::kEvictNormal);
+                                  q_begin, h_q_idx, tile.b_idx, ptx::kEvictNormal);
     ptx::bulk_load(smem.lse[step_pos.count % C::kLseStages],
                    static_cast<const Row*>(args.lse) + first_row(), kRowBytes, q_full);
   }
@@ -155,8 +158,8 @@ __device__ __forceinline__ void load_wide_step(const KernelArgs& args, Smem<C>& 
     ptx::mbar_arrive_expect_tx(
         dout_full, Sizes<C>::kDoutBytes + kRowBytes + (needs_bounds ? kBoundsBytes : 0));
     load_panels<kBlockQ, C::kDimV>(ptx::smem_addr(smem.dout[dout_slot]), &args.map_dout,
-                                   ptx::smem_addr(dout_full), walk.q_tile_idx() * kBlockQ, h_q_idx,
-                                   tile.b_idx, ptx::kEvictNormal);
+                                   ptx::smem_addr(dout_full), q_begin, h_q_idx, tile.b_idx,
+                                   ptx::kEvictNormal);
     ptx::bulk_load(smem.minus_delta[dout_slot],
                    static_cast<const Row*>(args.minus_delta) + first_row(), kRowBytes, dout_full);
     // With dO, not with Q: the bounds slot was last read two bounds tiles ago, hence not after

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a call does before the kernel, in one launch: the list of work, and a pass over O and dO at memory speed.
 #include <algorithm>
+#include <cfloat>
 
 #include "config.cuh"
 
@@ -66,11 +67,14 @@ __device__ ListChoice choose_by_warp(const KernelArgs& args) {
   const TileLists& lists = args.lists;
   ListChoice chosen = {args.plan_input, {}, {}, 0};
   // Lists with fewer key tiles than others have empty ones.
-  int32_t num_tiles = 0;
+  int32_t num_tiles = 0, num_q_tiles = 0;
   for (int32_t idx = threadIdx.x % 32; idx < args.mask.b * args.mask.h_mask; idx += 32) {
     num_tiles = larger(num_tiles, lists.num_tiles[idx]);
+    if (args.q_tiles != nullptr) num_q_tiles = larger(num_q_tiles, args.q_tiles[idx]);
   }
   chosen.in.num_k_tiles = __reduce_max_sync(kAllLanes, num_tiles);
+  chosen.in.num_q_tiles =
+      args.q_tiles == nullptr ? args.num_q_tiles : __reduce_max_sync(kAllLanes, num_q_tiles);
   // The first list decides the rest.
   chosen.plan = choose_plan_by_warp(chosen.in, lists.summaries[0]);
   if (args.max_items >= kMostInWaves) chosen.plan.wave_items = 0;
@@ -102,7 +106,8 @@ __device__ __forceinline__ void list_items(const KernelArgs& args, int32_t dq_pa
       const int32_t sent_warps = count_sent_warps(args);
       const int32_t num_items =
           args.shape.b * args.shape.h_q / chosen.plan.part_heads * chosen.in.num_k_tiles;
-      if (threadIdx.x == 0) *args.plan = {chosen.plan, num_items, sent_warps};
+      if (threadIdx.x == 0)
+        *args.plan = {chosen.plan, num_items, chosen.in.num_q_tiles, sent_warps};
     }
   }
   __syncthreads();
@@ -202,6 +207,20 @@ __device__ __forceinline__ float dot_8(const uint4& x, const uint4& y) {
   return sum;
 }
 
+// lse and delta of a row as the kernel takes them; lse_log2 is FLT_MAX in a row that is another tile's.
+__device__ __forceinline__ void write_row(const KernelArgs& args, bool packs_rows, int64_t place,
+                                          float lse_log2, float minus_delta, bool is_hidden) {
+  if (packs_rows) {
+    const bool is_none = is_hidden || lse_log2 == FLT_MAX;
+    static_cast<RowPieces*>(args.lse)[place] =
+        pieces_of(score_start(lse_log2, is_none, args.softmax_scale), is_hidden);
+    static_cast<RowPieces*>(args.minus_delta)[place] = pieces_of(minus_delta, false);
+  } else {
+    static_cast<float*>(args.lse)[place] = lse_log2;
+    static_cast<float*>(args.minus_delta)[place] = minus_delta;
+  }
+}
+
 template <class T>
 __global__ void __launch_bounds__(kThreads, 2)
     row_kernel(const __grid_constant__ KernelArgs args, const PrepareArgs in, int32_t item_ctas) {
@@ -217,6 +236,22 @@ __global__ void __launch_bounds__(kThreads, 2)
   const bool is_head = h_idx < args.shape.h_q;
   const T* const out = static_cast<const T*>(in.out) + b_idx * in.stride_out.b +
                        h_idx * in.stride_out.h + q_first * in.stride_out.s;
+  // Asked for early: the answers come while rows do. Where rows go; the pass itself stays on the grid.
+  RowPlaces places = {0, INT32_MAX, 0, 0};
+  if (args.row_places != nullptr) {
+    const int32_t num_places = (args.shape.s_q + kBlockQ - 1) / kBlockQ;
+    const int4 raw = __ldg(reinterpret_cast<const int4*>(args.row_places) + b_idx * num_places +
+                           q_first / kBlockQ);
+    places = {raw.x, raw.y, raw.z, 0};
+  }
+  const int64_t head = int64_t{b_idx} * args.shape.h_q + h_idx;
+  const int32_t q_own = q_first + part / 2;
+  const bool is_row = is_head && q_own < args.shape.s_q;
+  float lse = 0.f, dlse = 0.f;
+  if (is_row && part % 2 == 0) {
+    lse = __ldg(in.lse + head * args.shape.s_q + q_own);
+    if (in.dlse != nullptr) dlse = __ldg(in.dlse + head * args.shape.s_q + q_own);
+  }
   const T* const dout = static_cast<const T*>(in.dout) + b_idx * in.stride_dout.b +
                         h_idx * in.stride_dout.h + q_first * in.stride_dout.s;
   float sums[kRows] = {};
@@ -233,6 +268,13 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int row = 0; row < kRows; ++row) sums[row] += dot_8<T>(x[row], y[row]);
   }
+  int32_t num_visits = 1;  // of the lane's row
+  if (is_row) {
+    num_visits = __ldg(&args.lists
+                            .visits[int64_t{mask_index(args, b_idx, h_idx)} * args.num_q_tiles +
+                                    places.place(q_own) / kBlockQ]
+                            .count);
+  }
   // Half of the rows go to the other half of the lanes, three times over; the last pair adds.
 #pragma unroll
   for (int num_rows = kRows / 2; num_rows > 0; num_rows /= 2) {
@@ -245,33 +287,37 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
   float sum = sums[0] + __shfl_xor_sync(kAllLanes, sums[0], 1);
-  if (!is_head) return;
-  const int64_t head = int64_t{b_idx} * args.shape.h_q + h_idx;
-  const int32_t q_own = q_first + part / 2;
-  if (part % 2 == 0) {
-    float lse_log2 = INFINITY;  // P = exp2(x - inf) = 0: a row that sees nothing, or no row at all
-    if (q_own < args.shape.s_q) {
-      const float lse = in.lse[head * args.shape.s_q + q_own];
-      if (lse != -INFINITY) lse_log2 = lse * kLog2E;
-      if (in.dlse != nullptr) sum -= in.dlse[head * args.shape.s_q + q_own];
-    }
-    const int64_t padded = head * args.num_q_tiles * kBlockQ + q_own;
+  const int64_t head_rows = head * args.num_q_tiles * kBlockQ;
+  if (is_row && part % 2 == 0) {
+    float lse_log2 = INFINITY;  // P = exp2(x - inf) = 0: a row that sees nothing
+    if (lse != -INFINITY) lse_log2 = lse * kLog2E;
     const bool is_hidden = lse_log2 == INFINITY;
     // A hidden row's dS is 0 * (dP - delta): delta must be finite.
-    const float minus_delta = is_hidden ? 0.f : -sum;
-    if (in.packs_rows) {
-      static_cast<RowPieces*>(args.lse)[padded] =
-          pieces_of(score_start(lse_log2, is_hidden, args.softmax_scale), is_hidden);
-      static_cast<RowPieces*>(args.minus_delta)[padded] = pieces_of(minus_delta, false);
-    } else {
-      static_cast<float*>(args.lse)[padded] = lse_log2;
-      static_cast<float*>(args.minus_delta)[padded] = minus_delta;
+    const float minus_delta = is_hidden ? 0.f : -(sum - dlse);
+    write_row(args, in.packs_rows, head_rows + places.place(q_own), lse_log2, minus_delta,
+              is_hidden);
+  }
+  // What the tile before a cut lacks: rows with P = 0 that are not hidden (they are the next tile's).
+  if (is_head && static_cast<uint32_t>(places.cut - q_first) < kRows) {
+    const int64_t end = head_rows + places.place(places.cut);
+    for (int32_t idx = part; idx < places.cut_shift - places.shift; idx += 16) {
+      write_row(args, in.packs_rows, end - 1 - idx, FLT_MAX, 0.f, false);
     }
   }
-  const int64_t mask_idx = mask_index(args, b_idx, h_idx);
-  if (args.lists.visits[mask_idx * args.num_q_tiles + q_first / kBlockQ] != 0) return;
+  // What the last tile lacks: no rows at all.
+  const int32_t q_last = args.shape.s_q - 1;
+  if (is_head && static_cast<uint32_t>(q_last - q_first) < kRows) {
+    const int32_t place = places.place(q_last);
+    for (int32_t idx = part; idx < kBlockQ - 1 - place % kBlockQ; idx += 16) {
+      write_row(args, in.packs_rows, head_rows + place + 1 + idx, INFINITY, 0.f, true);
+    }
+  }
+  const uint32_t blind = __ballot_sync(kAllLanes, num_visits == 0) >> (threadIdx.x & 16) & 0xFFFF;
+  if (blind == 0) return;
   T* const dq = static_cast<T*>(args.dq) + b_idx * args.stride_dq.b + h_idx * args.stride_dq.h;
-  for (int32_t q_idx = q_first; q_idx < min(q_first + kRows, args.shape.s_q); ++q_idx) {
+  for (int32_t row = 0; row < kRows; ++row) {
+    if ((blind >> 2 * row & 1) == 0) continue;
+    const int32_t q_idx = q_first + row;
     for (int32_t d_idx = part * 8; d_idx < args.shape.d_qk; d_idx += 128) {
       *reinterpret_cast<uint4*>(dq + q_idx * args.stride_dq.s + d_idx) = make_uint4(0, 0, 0, 0);
     }
@@ -303,7 +349,7 @@ cudaError_t prepare(const KernelArgs& args, const PrepareArgs& in, cudaStream_t 
   if (error != cudaSuccess) return error;
   const auto item_ctas =
       static_cast<int32_t>(div_up(div_up(args.max_items, kThreads), args.shape.b));
-  const dim3 grid(item_ctas + div_up(args.shape.h_q, kHeads) * args.num_q_tiles * (kBlockQ / kRows),
+  const dim3 grid(item_ctas + div_up(args.shape.h_q, kHeads) * div_up(args.shape.s_q, kRows),
                   args.shape.b);
   if (in.dtype == DType::kBFloat16) {
     row_kernel<__nv_bfloat16><<<grid, kThreads, 0, stream>>>(args, in, item_ctas);

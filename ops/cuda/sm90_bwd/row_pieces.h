@@ -47,10 +47,11 @@ FM3_HOST_DEVICE float exponent_scale(float softmax_scale) {
   return copysignf(fmaxf(fabsf(softmax_scale * kLog2E), 0x1p-110f), softmax_scale);
 }
 
-// Where a row's scores begin, so that lse has been taken from them when Q K^T is added. A row that is no row has
-// P = exp2(-16384) = 0; finite, because a product of 0 and infinity is NaN.
+// Where a row's scores begin, so that lse has been taken from them when Q K^T is added. A row that is no row, or not the
+// tile's, has P = exp2(-16384) = 0 or less, whatever finite Q K^T is; finite, because a product of 0 and infinity is NaN.
 FM3_HOST_DEVICE float score_start(float lse_log2, bool is_hidden, float softmax_scale) {
-  return -(is_hidden ? 16384.f : lse_log2) / exponent_scale(softmax_scale);
+  const float scale = exponent_scale(softmax_scale);
+  return is_hidden ? copysignf(0x1p124f, -scale) : -lse_log2 / scale;
 }
 
 }  // namespace fm3::sm90_bwd

@@ -30,8 +30,10 @@ class RowWalk {
       own_visits_order_ = 0;
       const int32_t own_tile = chunk_ * 32 + threadIdx.x % 32;
       if (own_tile < args.num_q_tiles) {
-        own_visits_order_ =
-            __ldg(args.lists.visits + int64_t{mask_idx_} * args.num_q_tiles + own_tile);
+        const int2 visits = __ldg(reinterpret_cast<const int2*>(args.lists.visits) +
+                                  int64_t{mask_idx_} * args.num_q_tiles + own_tile);
+        own_visits_order_ = visits.x;
+        own_q_begin_ = visits.y;
         if (is_in_order_) own_visits_order_ |= turn(args, own_tile) << 16;
       }
     }
@@ -44,6 +46,7 @@ class RowWalk {
   __device__ uint32_t visits_order() const {
     return __shfl_sync(kAllLanes, own_visits_order_, bit_);
   }
+  __device__ int32_t q_begin() const { return __shfl_sync(kAllLanes, own_q_begin_, bit_); }
 
  private:
   __device__ int64_t tile(const KernelArgs& args) const {
@@ -64,6 +67,7 @@ class RowWalk {
   int32_t chunk_, end_chunk_, bit_ = 0;
   bool is_in_order_, is_down_;
   uint32_t visible_ = 0, partial_ = 0, own_visits_order_ = 0;
+  int32_t own_q_begin_ = 0;
 };
 
 }  // namespace fm3::sm90_bwd
