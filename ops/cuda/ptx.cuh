@@ -33,6 +33,16 @@ __device__ __forceinline__ void store_release_system(uint32_t* word, uint32_t va
 // --- mbarrier ----------------------------------------------------------------------------------
 using Barrier = uint64_t;  // lives in shared memory, 8-byte aligned
 
+// 16 bytes from global to shared memory, beside the thread's other work; copy_async_wait waits for its own copies.
+__device__ __forceinline__ void copy_async_16(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(smem_addr(to)),
+               "l"(__cvta_generic_to_global(from))
+               : "memory");
+}
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 __device__ __forceinline__ void mbar_init(Barrier* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(barrier)), "r"(arrivals)
                : "memory");

@@ -63,7 +63,7 @@ std::string check_served(const FwdParams& params) {
            std::to_string(kMaxKeyCols);
   }
   const int64_t num_tiles = int64_t{shape.b} * shape.h_q * ((shape.s_q + kTileQ - 1) / kTileQ);
-  if (num_tiles > INT32_MAX / 16) {
+  if (num_tiles > INT32_MAX / 16) {  // the lists have room for some more
     return "b * h_q * ceil(s_q / 128)=" + std::to_string(num_tiles) +
            "; sm90 serves fewer than 2^27";
   }
@@ -73,16 +73,16 @@ std::string check_served(const FwdParams& params) {
 // --- Workspace: [PPT counter | schedule, unless the caller brings one] ----------------------------
 constexpr int64_t kCounterBytes = 256;
 
-int64_t num_tiles(const Shape& shape) {
-  return int64_t{shape.b} * shape.h_q * ((shape.s_q + kTileQ - 1) / kTileQ);
-}
 // 16-row blocks of all tiles, one link each.
-int64_t revisit_bytes(const Shape& shape) {
-  return align_up(num_tiles(shape) * 8 * int64_t{sizeof(int32_t)}, 256);
+int64_t revisit_bytes(const FwdParams& params) {
+  ScheduleView schedule;
+  schedule_layout(params.mask, nullptr, &schedule);
+  const int64_t num_tiles = int64_t{params.shape.b} * params.shape.h_q * schedule.tiles.count;
+  return align_up(num_tiles * 8 * int64_t{sizeof(int32_t)}, 256);
 }
 int64_t workspace_bytes(const FwdParams& params) {
   if (is_empty(params.shape) || params.shape.s_k == 0 || params.shape.d_v == 0) return 0;
-  return kCounterBytes + revisit_bytes(params.shape) +
+  return kCounterBytes + revisit_bytes(params) +
          (params.schedule == nullptr ? schedule_bytes(params.mask) : 0);
 }
 
@@ -150,7 +150,7 @@ int32_t run(const FwdParams& params, cudaStream_t stream) {
     status = cudaMemsetAsync(workspace, 0, kCounterBytes, stream);
   }
   if (status == cudaSuccess && schedule == nullptr) {
-    schedule = workspace + kCounterBytes + revisit_bytes(shape);
+    schedule = workspace + kCounterBytes + revisit_bytes(params);
     status = build_schedule(params.mask, schedule, stream);
   }
   if (status != cudaSuccess) return fail(Status::kBackendError, kName, cudaGetErrorString(status));

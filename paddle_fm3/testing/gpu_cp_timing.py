@@ -19,14 +19,15 @@ from paddle_fm3.testing.cases import AttentionCase
 from paddle_fm3.testing.gpu_call import GpuMask, Sm90
 
 MOST_COLS = 1 << 30  # more than a list visits
-_TOTALS_BYTES, _ENTRY_BYTES = 256, 8  # ScheduleTotals' place, QueryTileEntry
+_TOTALS_BYTES, _ENTRY_BYTES = 256, 16  # ScheduleTotals' place, QueryTileEntry
 
 
 def tile_order(schedule: torch.Tensor, mask: GpuMask) -> list[int]:
-    """Query tiles of the first list of a prepared schedule, in the order of work (device_schedule.cuh's layout)."""
+    """Query tiles of the first list of a prepared schedule, in the order of work (device_schedule.cuh's layout). For a
+    mask whose tiles are on the grid."""
     end = _TOTALS_BYTES + -(-mask.s_q // 128) * _ENTRY_BYTES
     entries = schedule[_TOTALS_BYTES:end].cpu().numpy().view(np.int32)
-    return entries.reshape(-1, 2)[:, 0].tolist()
+    return entries.reshape(-1, 4)[:, 0].tolist()
 
 
 class MemoryOwner:

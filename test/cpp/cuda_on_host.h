@@ -204,6 +204,12 @@ T atomicMax(T* at, T value) {
   return before;
 }
 template <class T>
+T atomicMin(T* at, T value) {
+  const T before = *at;
+  if (value < before) *at = value;
+  return before;
+}
+template <class T>
 T atomicOr(T* at, T value) {
   const T before = *at;
   *at |= value;

@@ -19,33 +19,37 @@ void build(const MaskView& mask, const ScheduleView& schedule) {
   const LaunchSizes sizes = launch_sizes(mask, schedule);
   cuda_on_host::launch(sizes.scan_ctas, kScanThreads, scan_kernel<kForm>, mask, schedule,
                        sizes.num_blocks);
-  cuda_on_host::launch(sizes.list_ctas, kListThreads, list_kernel<kForm>, mask, schedule);
+  if (sizes.cut_ctas > 0) {
+    cuda_on_host::launch(sizes.cut_ctas, kCutThreads, cut_kernel<kForm>, mask, schedule);
+    cuda_on_host::launch(sizes.list_ctas, kListThreads, list_kernel<kForm, true>, mask, schedule);
+  } else {
+    cuda_on_host::launch(sizes.list_ctas, kListThreads, list_kernel<kForm, false>, mask, schedule);
+  }
   cuda_on_host::launch(sizes.tile_order_ctas + sizes.pair_order_ctas, kRankThreads, order_kernel,
                        schedule, sizes.tile_order_ctas);
 }
 
-// Classes of the columns and granules of query tiles [tile_begin, tile_begin + num_tiles), from single
-// columns.
+// Classes of the columns and granules of `num_tiles` query tiles, from single columns. Tile idx has rows
+// [begins[idx], begins[idx + 1]).
 struct Granules {
   std::vector<bool> is_visible, is_full, shows, is_clear;  // of granules, of columns
 };
-Granules granules_of(const MaskView& mask, int32_t list_idx, int32_t tile_begin,
+Granules granules_of(const MaskView& mask, int32_t list_idx, const int32_t* begins,
                      int32_t num_tiles) {
   const int32_t* bounds = mask.bounds + int64_t{list_idx} * mask.s_k * num_bounds(mask.form);
   const int32_t num_hulls = (mask.s_k + kHullCols - 1) / kHullCols;
   const int32_t num_q_tiles = (mask.s_q + kTileQ - 1) / kTileQ;
-  const int32_t q_begin = tile_begin * kTileQ;
-  const int32_t q_end = std::min(q_begin + num_tiles * kTileQ, mask.s_q);
+  const int32_t q_begin = begins[0], q_end = begins[num_tiles];
   const int32_t count = num_hulls * (kHullCols / kGranuleCols);
   Granules granules = {std::vector<bool>(count, false), std::vector<bool>(count, true),
                        std::vector<bool>(count * kGranuleCols, false),
                        std::vector<bool>(count * kGranuleCols, false)};
   for (int32_t k_idx = 0; k_idx < count * kGranuleCols; ++k_idx) {
     int32_t num_kept = 0;
-    for (int32_t tile = tile_begin; tile < tile_begin + num_tiles; ++tile) {
-      if (k_idx < mask.s_k && tile < num_q_tiles &&
+    for (int32_t tile = 0; tile < num_tiles; ++tile) {
+      if (k_idx < mask.s_k && begins[tile] < mask.s_q &&
           (mask.block_mask == nullptr ||
-           mask.block_mask[(int64_t{list_idx} * num_q_tiles + tile) * num_hulls +
+           mask.block_mask[(int64_t{list_idx} * num_q_tiles + begins[tile] / kTileQ) * num_hulls +
                            k_idx / kHullCols] != 0)) {
         ++num_kept;
       }
@@ -97,7 +101,15 @@ void order_local_first(const MaskView* mask, void* blob, const LocalFirst* first
                        *first);
 }
 
-// Byte offsets of the totals, of order, costs and spans of tiles, then of pairs; and max_spans.
+// Query tiles of a list that there is room for.
+int32_t room_of_tiles(const MaskView* mask) {
+  ScheduleView view;
+  schedule_layout(*mask, nullptr, &view);
+  return view.tiles.count;
+}
+
+// Byte offsets of the totals, of order, costs and spans of tiles, then of pairs; max_spans; and the offset of q_begins, or
+// -1 if tiles are on the grid.
 void schedule_offsets(const MaskView* mask, int64_t* offsets) {
   ScheduleView view;
   char base[1];
@@ -107,14 +119,15 @@ void schedule_offsets(const MaskView* mask, int64_t* offsets) {
   for (const SpanLists& lists : {view.tiles, view.pairs}) {
     put(lists.order), put(lists.costs), put(lists.spans);
   }
-  *offsets = view.max_spans;
+  *offsets++ = view.max_spans;
+  *offsets = view.q_begins == nullptr ? -1 : reinterpret_cast<char*>(view.q_begins) - base;
 }
 
-// Spans of one query tile, or of the pair that begins with it, as `packed` holds them; the head of
-// their list.
-uint32_t plain_spans(const MaskView* mask, int32_t list_idx, int32_t q_tile_idx, int32_t is_pair,
+// Spans of one query tile, or of a pair, as `packed` holds them; the head of their list. The tiles begin at begins[0] and
+// begins[1], and end at the next one.
+uint32_t plain_spans(const MaskView* mask, int32_t list_idx, const int32_t* begins, int32_t is_pair,
                      uint32_t* packed, int32_t capacity) {
-  const Granules granules = granules_of(*mask, list_idx, q_tile_idx, is_pair ? 2 : 1);
+  const Granules granules = granules_of(*mask, list_idx, begins, is_pair ? 2 : 1);
   const auto num_granules = static_cast<int32_t>(granules.is_visible.size());
   const int32_t length = item_cols(is_pair) / kGranuleCols;
   const int32_t shift = is_pair ? 0 : shift_of(*mask, granules);

@@ -29,7 +29,8 @@ def device() -> Sm90Device:
 @pytest.mark.parametrize(
     ("name", "b", "h_q", "h_kv"),
     [("8k_full", 1, 8, 2), ("8k_causal", 1, 8, 2), ("8k_document", 1, 8, 2),
-     ("8k_causal", 3, 4, 4), ("32k_causal", 1, 10, 5)],  # two of five key heads at a time
+     ("8k_causal", 3, 4, 4), ("32k_causal", 1, 10, 5),  # two of five key heads at a time
+     ("8k_document", 4, 4, 2), ("32k_causal_document", 1, 4, 4)],  # query tiles begin at documents
 )  # fmt: skip
 def test_keys_are_nan_until_they_arrive(
     device: Sm90Device, name: str, b: int, h_q: int, h_kv: int, num_pieces: int, num_first_cols: int

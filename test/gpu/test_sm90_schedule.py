@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gpu_support import needs_sm90  # noqa: E402
+from gpu_support import documents_case, needs_sm90  # noqa: E402
 from schedule_support import build, compile_library, mask_of, take_apart  # noqa: E402
 
 from paddle_fm3 import _native  # noqa: E402
@@ -24,6 +24,7 @@ pytestmark = [*needs_sm90, pytest.mark.skipif(shutil.which("g++") is None, reaso
 CASES = [
     *(case for case in HOSTILE_CASES if case.s_q > 0 and case.s_k > 0 and case.b > 0),
     *(benchmark_case(f"128k_{kind}") for kind in ("causal_document", "global_window", "random_eviction")),
+    *(documents_case(is_causal, (2, 2), (128, 128)) for is_causal in (True, False)),
 ]
 
 
@@ -47,6 +48,7 @@ def test_device_and_host_make_the_same_lists(library: ctypes.CDLL, case: Attenti
 def assert_same(wanted: tuple, found: tuple) -> None:
     assert wanted[0] == found[0], "totals"
     for one, other in zip(wanted[1], found[1], strict=True):
+        np.testing.assert_array_equal(one.begins, other.begins)
         np.testing.assert_array_equal(one.costs, other.costs)
         np.testing.assert_array_equal(one.order, other.order)
         is_written = np.arange(one.spans.shape[2]) <= one.num_spans[:, :, None]  # spans and the end

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
-from schedule_support import Lists, build, compile_library, mask_of, take_apart, unpack
+from schedule_support import CUT_ALL_SIZES, Lists, build, compile_library, documents, mask_of, take_apart, unpack
 
 from paddle_fm3._device_api import LocalFirst
 from paddle_fm3.testing.cases import benchmark_case, resized
@@ -30,7 +31,7 @@ def ordered(
 ) -> tuple[np.ndarray, Lists, ...]:
     """Late tiles and pairs; lists before and after."""
     blob = build(library, mask)
-    before = [Lists(x.order.copy(), x.costs.copy(), x.spans.copy()) for x in take_apart(library, mask, blob)[1]]
+    before = take_apart(library, mask, blob.copy())[1]
     first = LocalFirst(len(ends), num_cols)
     first.k_ends[: len(ends)] = ends
     view = mask.view
@@ -46,6 +47,8 @@ def wanted_order(
     entries = lists.order[list_idx, :, 0].tolist()
 
     def part(entry: int) -> int:
+        if lists.num_spans[list_idx, entry] == 0:  # no tile
+            return len(ends)
         k_begin, count, _, _ = unpack(lists.spans[list_idx, entry, : lists.num_spans[list_idx, entry]])[-1]
         k_end = k_begin + int(lists.shifts[list_idx, entry]) + count * item_cols
         return next((at for at, end in enumerate(ends) if k_end <= end), len(ends))
@@ -71,8 +74,8 @@ def test_tiles_come_first_by_what_they_wait_for_until_there_are_enough(
         wanted, num_first = wanted_order(old, 0, ends, num_cols, bool(is_pair))
         assert new.order[0, :, 0].tolist() == wanted
         assert late[is_pair] == len(wanted) - num_first
-        heads = dict(old.order[0].tolist())
-        assert [heads[entry] for entry in wanted] == new.order[0, :, 1].tolist()
+        others = {entry: rest for entry, *rest in old.order[0].tolist()}
+        assert [others[entry] for entry in wanted] == new.order[0, :, 1:].tolist()
         assert np.array_equal(old.spans, new.spans)
 
 
@@ -102,3 +105,23 @@ def test_a_tile_whose_last_step_reaches_over_an_end_waits_for_the_next_part(libr
     for end, num_first in ((639, 0), (640, 4)):
         late, _, _ = ordered(library, mask, (end,), ENOUGH)
         assert late[0] == 8 - num_first
+
+
+@pytest.mark.parametrize("num_cols", [20_000, ENOUGH])
+def test_entries_without_a_tile_come_last(tmp_path: Path, num_cols: int) -> None:
+    """Where tiles begin at documents: of two lists one has more of them."""
+    library = compile_library(tmp_path, CUT_ALL_SIZES)
+    parts = [documents(lengths, causal=False)[0] for lengths in ([700, 1000, 900, 1500], [4100])]
+    bounds = np.concatenate([raw.startend_row_indices for raw in parts])
+    mask, ends = NativeMask.from_bounds(bounds, False, 4100, None), (1000, 2300)
+    late, before, after = ordered(library, mask, ends, num_cols)
+    num_tiles = np.count_nonzero(before[0].num_spans, axis=1)
+    most = num_tiles.max()
+    assert num_tiles.min() < most < before[0].order.shape[1]
+    for is_pair, (old, new) in enumerate(zip(before, after, strict=True)):
+        count, counts = -(-most // (1 + is_pair)), []
+        for list_idx in range(2):
+            wanted, num_first = wanted_order(old, list_idx, ends, num_cols, bool(is_pair))
+            counts.append(num_first)
+            assert new.order[list_idx, :count, 0].tolist() == wanted[:count]
+        assert late[is_pair] == count - min(counts)

@@ -12,13 +12,13 @@ import pytest
 from schedule_support import (
     SHORT_COLS,
     TILE_Q,
-    Lists,
-    Spans,
-    build,
+    check_build,
+    check_raw,
+    check_spans,
     compile_library,
+    documents,
     mask_of,
-    plain_spans,
-    take_apart,
+    planes,
     unpack,
 )
 
@@ -35,63 +35,6 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return compile_library(tmp_path_factory.mktemp("schedule"))
-
-
-def check_build(library: ctypes.CDLL, mask: NativeMask, entries: list[int] | None = None) -> list[Lists]:
-    """Compares the kernels' product with the plain lists (of `entries`, default: all)."""
-    totals, lists = take_apart(library, mask, build(library, mask))
-    for is_pair, one in enumerate(lists):
-        num_lists, count, max_spans = one.spans.shape
-        for list_idx in range(num_lists):
-            for entry in range(count) if entries is None else [entry for entry in entries if entry < count]:
-                wanted, head = plain_spans(library, mask, list_idx, entry, is_pair=bool(is_pair))
-                assert len(wanted) < max_spans, "no room for the end"
-                found = one.spans[list_idx, entry, : len(wanted)]
-                where = f"list {list_idx}, {'pair' if is_pair else 'tile'} {entry}"
-                assert unpack(found) == unpack(wanted), where
-                assert one.spans[list_idx, entry, len(wanted)] == 0, f"{where}: the end is missing"
-                assert one.costs[list_idx, entry].tolist() == [sum(span[1] for span in unpack(wanted)), head], where
-            items = one.costs[list_idx, :, 0]
-            dearest_first = np.lexsort((np.arange(count), -items))
-            assert one.order[list_idx, :, 0].tolist() == dearest_first.tolist()
-            assert one.order[list_idx, :, 1].tolist() == one.costs[list_idx, dearest_first, 1].tolist()
-        assert totals[is_pair] == one.costs[:, :, 0].sum()
-    return lists
-
-
-def planes(raw: RawMask, s_q: int, s_k: int) -> np.ndarray:
-    """Visible pairs, [b * h_mask, s_q, s_k]."""
-    bounds = raw.startend_row_indices
-    assert bounds is not None
-    lists = bounds.reshape(-1, *bounds.shape[2:])  # [b * h_mask, s_k, n]
-    tiles = None if raw.block_mask is None else raw.block_mask.reshape(len(lists), *raw.block_mask.shape[2:])
-    return np.stack(
-        [
-            visible_plane(one, raw.causal, s_q, s_k, None if tiles is None else tiles[idx])
-            for idx, one in enumerate(lists)
-        ]
-    )
-
-
-def check_spans(spans: Spans, visible: np.ndarray, item_cols: int, shift: int = 0) -> None:
-    """`visible`: rows of one query tile or of a pair of them, [rows, s_k]."""
-    assert spans, "a tile needs at least one span"
-    covered = np.zeros(visible.shape[1] + item_cols, bool)
-    end = 0
-    for idx, (granule_begin, count, is_full, ends_short) in enumerate(spans):
-        k_begin = granule_begin + shift
-        assert count >= 1 and k_begin >= end, f"spans overlap or descend: {spans}"
-        end = k_begin + count * item_cols
-        if ends_short:
-            assert idx == len(spans) - 1 and (count > 1 or len(spans) > 1), (
-                f"SHORT, but not the last of several: {spans}"
-            )
-            end -= item_cols - SHORT_COLS
-        covered[k_begin : min(end, len(covered))] = True
-        if is_full:
-            assert end <= visible.shape[1] and visible[:, k_begin:end].all(), f"FULL but something is hidden: {spans}"
-    missed = visible.any(0) & ~covered[: visible.shape[1]]
-    assert not missed.any(), f"visible columns {np.flatnonzero(missed)[:5]} are not visited: {spans}"
 
 
 CASES = [case for case in HOSTILE_CASES if case.s_q > 0 and case.s_k > 0 and case.b > 0]
@@ -137,31 +80,6 @@ def test_random_masks(library: ctypes.CDLL, form: tuple[bool, int]) -> None:
     rng = np.random.default_rng(form[1] + 10 * form[0])
     for idx in range(40):
         check_build(library, random_mask(rng, form, idx))
-
-
-def documents(lengths: list[int], *, causal: bool) -> tuple[RawMask, int]:
-    """Documents of `lengths` tokens, one behind the other, and their sum."""
-    ends = np.cumsum(lengths)
-    end, begin = np.repeat(ends, lengths), np.repeat(ends - lengths, lengths)
-    bounds = np.stack([end] if causal else [end, begin], axis=1)[None, None]
-    return RawMask(bounds.astype(np.int32), causal), int(ends[-1])
-
-
-def check_raw(library: ctypes.CDLL, raw: RawMask, s_q: int, s_k: int) -> Lists:
-    """Compares with the plain lists and with the dense mask; returns the lists of single tiles."""
-    visible = planes(raw, s_q, s_k)
-    mask = NativeMask.from_bounds(raw.startend_row_indices, raw.causal, s_q, raw.block_mask)
-    tiles, _ = check_build(library, mask)
-    for list_idx, entry in np.ndindex(tiles.num_spans.shape):
-        spans = unpack(tiles.spans[list_idx, entry, : tiles.num_spans[list_idx, entry]])
-        seen, shift = visible[list_idx, entry * TILE_Q : (entry + 1) * TILE_Q], int(tiles.shifts[list_idx, entry])
-        check_spans(spans, seen, library.item_cols(0), shift)
-        if shift:
-            first = int(seen.any(0).argmax())
-            assert first == spans[0][0] + shift and seen[:, first : first // 16 * 16 + 16].all()
-            with pytest.raises(AssertionError):
-                check_spans(spans, seen, library.item_cols(0), shift + 1)
-    return tiles
 
 
 @pytest.mark.parametrize("causal", [True, False])

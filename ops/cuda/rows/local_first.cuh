@@ -28,10 +28,13 @@ __global__ void __launch_bounds__(kOrderLanes)
   const TileCost* const costs = lists.costs + list_begin;
   const auto lane = static_cast<int32_t>(threadIdx.x);
   const uint32_t lanes_before = (1u << lane) - 1;
+  const int32_t most_tiles = schedule.totals->most_tiles;
+  const int32_t count = is_pair ? (most_tiles + 1) / 2 : most_tiles;  // of the list's entries
   // The part that the tile at order[idx] waits for: it needs keys up to k_ends[part]. num_ends: what comes last.
   const auto part_of = [&](int32_t idx) {
-    if (idx >= lists.count) return -1;
+    if (idx >= count) return -1;
     const QueryTileEntry entry = order[idx];
+    if (entry.list.num_spans() == 0) return first.num_ends;  // no tile
     const Span* spans = lists.spans + (list_begin + entry.q_tile_idx) * schedule.max_spans;
     const Span last = spans[entry.list.num_spans() - 1];
     const int32_t k_end = last.k_begin() + entry.list.shift() + last.count() * item_cols;
@@ -45,7 +48,7 @@ __global__ void __launch_bounds__(kOrderLanes)
   int64_t num_cols = 0;
   for (int32_t part = 0; part < first.num_ends && num_cols < first.num_cols; ++part) {
     last_part = part, num_of_last = 0;
-    for (int32_t base = 0; base < lists.count; base += kOrderLanes) {
+    for (int32_t base = 0; base < count; base += kOrderLanes) {
       const bool is_in = part_of(base + lane) == part;
       const int32_t own = is_in ? costs[order[base + lane].q_tile_idx].items * item_cols : 0;
       int32_t until = is_pair ? 2 * own : own;  // of this lane and those before it
@@ -61,14 +64,14 @@ __global__ void __launch_bounds__(kOrderLanes)
   }
   if (lane == 0) {  // of all lists the most, so that those before them come first in each
     atomicMax(is_pair ? &schedule.totals->late_pairs : &schedule.totals->late_tiles,
-              lists.count - num_first);
+              count - num_first);
   }
 
   auto* const sorted = reinterpret_cast<QueryTileEntry*>(lists.costs + list_begin);
   int32_t num_sorted = 0;
   for (int32_t pass = 0; pass <= last_part + 1; ++pass) {  // the last one: what does not come first
     int32_t num_seen = 0;                                  // tiles of last_part
-    for (int32_t base = 0; base < lists.count; base += kOrderLanes) {
+    for (int32_t base = 0; base < count; base += kOrderLanes) {
       const int32_t part = part_of(base + lane);
       const uint32_t same = __ballot_sync(kAllLanes, part == last_part);
       const int32_t rank = num_seen + __popc(same & lanes_before);
@@ -80,7 +83,7 @@ __global__ void __launch_bounds__(kOrderLanes)
     }
   }
   __syncwarp();
-  for (int32_t idx = lane; idx < lists.count; idx += kOrderLanes) order[idx] = sorted[idx];
+  for (int32_t idx = lane; idx < count; idx += kOrderLanes) order[idx] = sorted[idx];
 }
 
 }  // namespace fm3::sm90

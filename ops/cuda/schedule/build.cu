@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Builds the device schedule in three launches: scan the bounds (O(s_k)), make the lists of spans,
-// order the tiles by falling cost.
+// order the tiles by falling cost. Where tiles may leave the grid, a fourth says where they begin.
 #include "build.cuh"
 #include "launch_sizes.cuh"
 #include "with_form.cuh"
@@ -35,7 +35,13 @@ cudaError_t build_schedule(const MaskView& mask, void* blob, cudaStream_t stream
   schedule_layout(mask, blob, &schedule);
   const LaunchSizes sizes = launch_sizes(mask, schedule);
   return with_form(mask.form, [&](auto form) {
-    list_kernel<form><<<sizes.list_ctas, kListThreads, 0, stream>>>(mask, schedule);
+    if (form != BoundForm::kNone && schedule.q_begins != nullptr) {
+      constexpr BoundForm kForm = form == BoundForm::kNone ? BoundForm::kLower1 : form.value;
+      cut_kernel<kForm><<<sizes.cut_ctas, kCutThreads, 0, stream>>>(mask, schedule);
+      list_kernel<kForm, true><<<sizes.list_ctas, kListThreads, 0, stream>>>(mask, schedule);
+    } else {
+      list_kernel<form, false><<<sizes.list_ctas, kListThreads, 0, stream>>>(mask, schedule);
+    }
     order_kernel<<<sizes.tile_order_ctas + sizes.pair_order_ctas, kRankThreads, 0, stream>>>(
         schedule, sizes.tile_order_ctas);
     return cudaGetLastError();

@@ -4,9 +4,10 @@
 // tile, are in a blob of their own (sm90_bwd/lists.h), by the same rules.
 //
 // One blob of bytes, addressed through `ScheduleView`:
-//   order   per (b, h_mask): the query tiles, dearest first, each with the head of its list
+//   order   per (b, h_mask): the query tiles, dearest first, each with its rows and the head of its list
 //   spans   per (b, h_mask, query tile): the key columns the forward visits, ascending
 //   totals  how much all tiles visit
+//   q_begins   per (b, h_mask): where query tiles begin, if they may leave the grid (cuts.h)
 //   hulls, granules   min and max of the bounds of 128 and of 16 key columns; scratch of the build
 // Order and spans are there twice: of single tiles, and of pairs of neighbours, which two CTAs may
 // walk together. The totals tell the forward which of the two is cheaper.
@@ -15,11 +16,10 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "fm3/mask.h"
+#include "cuts.h"
 
 namespace fm3::sm90 {
 
-constexpr int32_t kTileQ = 128;       // query rows of one forward work tile
 constexpr int32_t kHullCols = 128;    // key columns of one hull; = kBlockMaskTile
 constexpr int32_t kGranuleCols = 16;  // an item begins at a multiple of this, or shifted (ListHead)
 // Key columns of one item; results/sm90_fwd.md has figures of other widths. Wide heads take an item
@@ -71,14 +71,33 @@ struct ListHead {
   }
 };
 
-struct QueryTileEntry {
-  int32_t q_tile_idx;
-  ListHead list;
+// Rows of a tile, or of each tile of a pair, which lie one behind the other.
+struct TileRows {
+  int32_t begin;
+  uint32_t counts;  // [second << 16 | first], each at most kTileQ; 0: none
+  FM3_HOST_DEVICE static TileRows make(int32_t begin, int32_t middle, int32_t end) {
+    return {begin,
+            static_cast<uint32_t>(end - middle) << 16 | static_cast<uint32_t>(middle - begin)};
+  }
+  FM3_HOST_DEVICE int32_t count(int32_t member) const {
+    return static_cast<int32_t>(counts >> 16 * member & 0xFFFF);
+  }
+  FM3_HOST_DEVICE int32_t begin_of(int32_t member) const {
+    return begin + (member == 0 ? 0 : count(0));
+  }
 };
 
-struct alignas(8) TileCost {
+// A list has as many as the fullest list of the mask; those that it lacks have no spans.
+struct alignas(16) QueryTileEntry {
+  int32_t q_tile_idx;
+  ListHead list;
+  TileRows rows;
+};
+
+struct alignas(16) TileCost {
   int32_t items;
   ListHead list;
+  TileRows rows;
 };
 
 // Lists of single query tiles, or of pairs of neighbouring ones.
@@ -94,17 +113,21 @@ struct ScheduleTotals {
   unsigned long long tile_items, pair_items;  // of the type that atomicAdd takes
   // Entries at the end of each order that come after all others of all lists; 0 but for order_local_first.
   int32_t late_tiles, late_pairs;
+  // Query tiles of the list that has most of them and of the one that has fewest.
+  int32_t most_tiles, fewest_tiles;
+  int32_t num_cuts;  // of all lists: places where a tile begins for a document's sake
 };
 
 struct ScheduleView {
   ScheduleTotals* totals;
   void *hulls, *granules;  // [b, h_mask, num_hulls] and [b, h_mask, 8 num_hulls] BoundSummary
-  SpanLists tiles, pairs;
-  int32_t num_hulls, num_q_tiles, max_spans;
+  SpanLists tiles, pairs;  // room for so many: where tiles may leave the grid, more than there are
+  // [b, h_mask, tiles.count + 1], those behind the last tile s_q; nullptr if tiles are on the grid.
+  int32_t* q_begins;
+  uint32_t* borders;  // [b, h_mask, 4 num_hulls], a bit a key; scratch of the build
+  int32_t num_hulls, num_q_tiles, max_spans;  // num_q_tiles: on the grid
 };
 
-FM3_HOST_DEVICE int32_t smaller(int32_t x, int32_t y) { return y < x ? y : x; }
-FM3_HOST_DEVICE int32_t larger(int32_t x, int32_t y) { return x < y ? y : x; }
 FM3_HOST_DEVICE int64_t align_up(int64_t bytes, int64_t alignment) {
   return (bytes + alignment - 1) / alignment * alignment;
 }
@@ -130,14 +153,31 @@ FM3_HOST_DEVICE int64_t schedule_layout(const MaskView& mask, void* base, Schedu
   };
   ScheduleView made;
   made.totals = reinterpret_cast<ScheduleTotals*>(take(sizeof(ScheduleTotals)));
-  made.tiles = take_lists(num_q_tiles);
-  made.pairs = take_lists((num_q_tiles + 1) / 2);
+  const bool may_cut = may_cut_rows(mask);
+  const int32_t most_tiles = may_cut ? most_q_tiles(mask.s_q) : num_q_tiles;
+  made.tiles = take_lists(most_tiles);
+  made.pairs = take_lists((most_tiles + 1) / 2);
   const int64_t summary_bytes = num_bounds(mask.form) * 2 * int64_t{sizeof(int32_t)};
   made.hulls = take(lists * num_hulls * summary_bytes);
   made.granules = take(lists * num_hulls * (kHullCols / kGranuleCols) * summary_bytes);
+  made.q_begins = nullptr, made.borders = nullptr;
+  if (may_cut) {
+    made.q_begins = reinterpret_cast<int32_t*>(
+        take(lists * (int64_t{most_tiles} + 1) * int64_t{sizeof(int32_t)}));
+    made.borders = reinterpret_cast<uint32_t*>(take(lists * num_hulls * (kHullCols / 8)));
+  }
   made.num_hulls = num_hulls, made.num_q_tiles = num_q_tiles, made.max_spans = max_spans;
   if (view != nullptr) *view = made;
   return bytes;
+}
+
+// Where tile `tile_idx` of a list begins, s_q behind the last one.
+FM3_HOST_DEVICE int32_t tile_begin(const ScheduleView& schedule, int64_t list_idx, int32_t tile_idx,
+                                   int32_t s_q) {
+  if (schedule.q_begins == nullptr) {
+    return tile_idx < schedule.num_q_tiles ? tile_idx * kTileQ : s_q;
+  }
+  return schedule.q_begins[list_idx * (schedule.tiles.count + 1) + tile_idx];
 }
 
 // --- Rows a column hides -------------------------------------------------------------------------
@@ -150,13 +190,18 @@ struct HiddenRows {
   Interval lt, ut, causal;
 };
 
-FM3_HOST_DEVICE HiddenRows hidden_rows(const MaskView& mask, const int32_t* list_bounds,
-                                       int32_t k_idx) {
-  const ColumnBounds column =
-      expand_bounds(list_bounds + int64_t{k_idx} * num_bounds(mask.form), mask.form, mask.s_q);
+// `bounds`: of the column alone.
+FM3_HOST_DEVICE HiddenRows hidden_rows_of(const int32_t* bounds, BoundForm form,
+                                          const MaskView& mask, int32_t k_idx) {
+  const ColumnBounds column = expand_bounds(bounds, form, mask.s_q);
   return {{column.lt_begin, column.lt_end},
           {column.ut_begin, column.ut_end},
           {0, mask.is_causal ? causal_end(k_idx, mask.s_q, mask.s_k) : 0}};
+}
+FM3_HOST_DEVICE HiddenRows hidden_rows(const MaskView& mask, const int32_t* list_bounds,
+                                       int32_t k_idx) {
+  return hidden_rows_of(list_bounds + int64_t{k_idx} * num_bounds(mask.form), mask.form, mask,
+                        k_idx);
 }
 
 // True iff the union of the three covers every row of [q_begin, q_end). The causal rule's begins at

@@ -6,10 +6,10 @@
 
 namespace fm3::sm90 {
 
-// Grids of the three passes.
+// Grids of the passes.
 struct LaunchSizes {
   int64_t num_blocks;  // hulls to scan
-  uint32_t scan_ctas, list_ctas, tile_order_ctas, pair_order_ctas;
+  uint32_t scan_ctas, cut_ctas, list_ctas, tile_order_ctas, pair_order_ctas;
 };
 
 inline LaunchSizes launch_sizes(const MaskView& mask, const ScheduleView& schedule) {
@@ -20,6 +20,7 @@ inline LaunchSizes launch_sizes(const MaskView& mask, const ScheduleView& schedu
   LaunchSizes sizes;
   sizes.num_blocks = mask.form == BoundForm::kNone ? 1 : num_lists * schedule.num_hulls;
   sizes.scan_ctas = div_up(sizes.num_blocks, kScanThreads / 32);
+  sizes.cut_ctas = schedule.q_begins == nullptr ? 0 : static_cast<uint32_t>(num_lists);
   sizes.list_ctas = static_cast<uint32_t>(num_lists * div_up(schedule.pairs.count, kPairsPerCta));
   sizes.tile_order_ctas =
       static_cast<uint32_t>(num_lists * div_up(schedule.tiles.count, kRankTiles));

@@ -173,7 +173,7 @@ class ListWarp {
             num_items_ > 1 && length_.granules - num_hidden <= kShortItemCols / kGranuleCols);
       spans_[num_spans_] = Span::make(0, 0, false, false);  // the end, for those who read on
     }
-    return {num_items_, ListHead::make(num_spans_, shift)};
+    return {num_items_, ListHead::make(num_spans_, shift), {}};
   }
 
  private:

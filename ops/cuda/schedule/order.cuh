@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Third pass: tiles, and pairs, by falling cost, and what all of them visit.
+// Last pass: tiles, and pairs, by falling cost, and what all of them visit.
 #pragma once
 
 #include "device_schedule.cuh"
@@ -18,14 +18,14 @@ __global__ void __launch_bounds__(kRankThreads)
   const int32_t tile_begin = static_cast<int32_t>(cta_idx % ctas_per_list) * kRankTiles;
   const int32_t tile_idx = tile_begin + static_cast<int32_t>(threadIdx.x % 32);
   const bool is_tile = tile_idx < lists.count;
-  const TileCost own = is_tile ? lists.costs[list_begin + tile_idx] : TileCost{0, {0}};
+  const TileCost own = is_tile ? lists.costs[list_begin + tile_idx] : TileCost{0, {0}, {}};
   unsigned long long sum = 0;
   const int32_t rank = rank_tiles(lists.count, tile_begin, own.items, [&](int32_t idx) {
     const int32_t items = lists.costs[list_begin + idx].items;
     sum += items;
     return items;
   });
-  if (threadIdx.x < 32 && is_tile) lists.order[list_begin + rank] = {tile_idx, own.list};
+  if (threadIdx.x < 32 && is_tile) lists.order[list_begin + rank] = {tile_idx, own.list, own.rows};
   if (tile_begin == 0) {  // this CTA counts for its list
     for (int32_t distance = 16; distance > 0; distance /= 2) {
       sum += __shfl_xor_sync(0xFFFFFFFF, sum, distance);

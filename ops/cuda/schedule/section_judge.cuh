@@ -34,6 +34,8 @@ struct ListSmem {
   alignas(16) uint32_t kept[kSectionHulls + kHullsPerWord];  // by the block mask
   int32_t num_hulls, num_granules;                           // open ones
   ListBegin begins[kTilesPerCta];
+  int32_t q_begins[kTilesPerCta + 1];  // behind the last tile s_q
+  int32_t num_tiles;
   uint16_t hulls[kSectionHulls + kHullsPerWord];
   union {
     uint16_t granules[(kSectionHulls + kHullsPerWord) * kGranulesPerHull];
@@ -53,8 +55,10 @@ __device__ __forceinline__ void append(uint16_t* values, int32_t* count, bool is
   if (is_open) values[at] = static_cast<uint16_t>(value);
 }
 
-// The four query tiles of a CTA and what they see of a section of the columns of one list.
-template <BoundForm kForm>
+// The four query tiles of a CTA and what they see of a section of the columns of one list. smem.q_begins and num_tiles are
+// there before, if tiles may leave the grid.
+// kIsCut: the tiles may leave the grid.
+template <BoundForm kForm, bool kIsCut>
 class SectionJudge {
   using Summary = BoundSummary<kForm>;
 
@@ -72,7 +76,7 @@ class SectionJudge {
                         : mask.block_mask +
                               (list_idx * schedule.num_q_tiles + tile_begin) * schedule.num_hulls),
         num_hulls_(schedule.num_hulls),
-        num_tiles_(min(schedule.num_q_tiles - tile_begin, kTilesPerCta)),
+        num_tiles_(kIsCut ? smem.num_tiles : min(schedule.num_q_tiles - tile_begin, kTilesPerCta)),
         q_begin_(tile_begin * kTileQ) {}
 
   __device__ __forceinline__ void judge_hulls(int32_t hull_begin) {
@@ -91,8 +95,8 @@ class SectionJudge {
       fetch(idx + kListThreads);
       if (idx < count) {
         uint32_t visible = 0, full = 0;
-        const Verdict of_all =
-            judge<kForm, true>(summary, mask_, k_begin, k_end, q_begin_, row_end(kTilesPerCta - 1));
+        const Verdict of_all = judge<kForm, true>(summary, mask_, k_begin, k_end, row_begin(0),
+                                                  row_end(kTilesPerCta - 1));
         const bool is_hidden = of_all.is_visible_known && !of_all.is_visible;
         if (k_end > mask_.s_k) {
           is_open = !is_hidden;  // columns past s_k are never visible
@@ -278,10 +282,10 @@ class SectionJudge {
 
  private:
   __device__ __forceinline__ int32_t row_begin(int32_t tile) const {
-    return q_begin_ + tile * kTileQ;
+    return kIsCut ? smem_.q_begins[tile] : q_begin_ + tile * kTileQ;
   }
   __device__ __forceinline__ int32_t row_end(int32_t tile) const {
-    return min(row_begin(tile) + kTileQ, mask_.s_q);
+    return kIsCut ? smem_.q_begins[tile + 1] : min(row_begin(tile) + kTileQ, mask_.s_q);
   }
   // Of a tile's list, if it is shifted.
   __device__ __forceinline__ void find_begin(int32_t tile, ListBegin& begin) const {

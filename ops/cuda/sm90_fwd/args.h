@@ -18,7 +18,7 @@ struct FwdArgs {
   void* out;              // [b, s_q, h_q, d_v]
   float* lse;             // [b, h_q, s_q]
   int32_t* next_tile;     // the PPT counter, zero at launch
-  int32_t* revisit_next;  // [b, h_q, num_q_tiles, 8]: chains of 16-row blocks (revisit.cuh)
+  int32_t* revisit_next;  // [b, h_q, tiles.count, 8]: chains of 16-row blocks (revisit.cuh)
   const void *q, *k, *v;  // as the maps, for revisit.cuh
   Strides stride_q, stride_k, stride_v, stride_out;
   int32_t b, s_q, s_k, h_q, h_kv, d_qk, d_v;

@@ -17,9 +17,12 @@ enum class Team { kNone, kTiles, kHeads };
 
 // kHeadQk, kHeadV: head dims the tiles are padded to (the tensor maps zero-fill past the real ones).
 // kCols: key columns of one step; kItemCols is a multiple, so that wide heads split an item.
-template <int kHeadQk_, int kHeadV_, int kCols_, Team kTeamOf_, class T_>
+// kIsCut_: query tiles leave the grid (schedule/cuts.h).
+template <int kHeadQk_, int kHeadV_, int kCols_, Team kTeamOf_, class T_, bool kIsCut_ = false>
 struct FwdConfig {
   using T = T_;
+  using Cut = FwdConfig<kHeadQk_, kHeadV_, kCols_, kTeamOf_, T_, true>;
+  static constexpr bool kIsCut = kIsCut_;
   static constexpr int kHeadQk = kHeadQk_, kHeadV = kHeadV_, kCols = kCols_;
   static constexpr bool kIsPair = kTeamOf_ != Team::kNone;
   // Query tiles and query heads that a team works on at a time.
@@ -75,8 +78,22 @@ struct FwdConfig {
     kScaled = 16,
     kShort = 32
   };
-  struct Step {
+  // Above the flags, if tiles leave the grid: rows of the tile, and its place in the list.
+  static constexpr int kRowsShift = 8, kTileShift = 16;
+  static_assert(kMostQTiles <= 0xFFFF && kTileQ <= 0xFF);
+  static __device__ __forceinline__ int32_t rows_of_bits(int32_t bits) {
+    return bits >> kRowsShift & 0xFF;
+  }
+  struct alignas(16) Step {
     int32_t flags, q_begin, h_idx, b_idx;
+    __device__ __forceinline__ int32_t q_tile_idx() const {
+      return kIsCut ? static_cast<int32_t>(static_cast<uint32_t>(flags) >> kTileShift)
+                    : q_begin / kTileQ;
+    }
+    // Where the tile's rows end.
+    __device__ __forceinline__ int32_t q_end(int32_t s_q) const {
+      return kIsCut ? q_begin + rows_of_bits(flags) : s_q;
+    }
   };
 
   // name              arrivals          signalled by        waited by    then it is safe to
@@ -103,6 +120,12 @@ struct FwdConfig {
   struct Tile {
     int32_t q_tile_idx, h_idx, b_idx;
     ListHead list;  // no spans: no more tiles
+    // If tiles leave the grid.
+    int32_t cut_begin;
+    int32_t step_bits;  // what stands above the flags of its steps
+    __device__ __forceinline__ int32_t q_begin() const {
+      return kIsCut ? cut_begin : q_tile_idx * kTileQ;
+    }
   };
 
   // What the loader keeps of the step whose V it has not copied yet; registers are scarce there, too.
@@ -121,6 +144,10 @@ struct FwdConfig {
     int32_t claim[kClaimSlots];
     PendingV pending_v;
     int32_t seen_rows;  // key rows that the loader knows to be in (remote_rows.cuh)
+    // If tiles leave the grid.
+    alignas(16) QueryTileEntry next_entry;    // of the loader's next tile
+    int32_t list_tiles;                       // entries of each list that the loader hands out
+    bool has_gaps;                            // some of them have no tile
     int32_t revisit_head[kNumConsumers * 4];  // a warp each
     Step own_tile[kNumConsumers * 4];         // a warp each: the tile that it works on
     ptx::Barrier q_full[kQSlots], q_empty[kQSlots];
@@ -150,6 +177,11 @@ __device__ __forceinline__ bool use_pairs(const FwdArgs& args) {
   const ScheduleTotals totals = *args.schedule.totals;
   // Columns times query tiles; pairs may visit 1/64 more.
   return totals.pair_items * 2 * kPairItemCols * 64 <= totals.tile_items * kTileItemCols * 65;
+}
+
+// Whether query tiles begin at documents. Uniform over the grid.
+__device__ __forceinline__ bool is_cut(const FwdArgs& args) {
+  return args.schedule.q_begins != nullptr && args.schedule.totals->num_cuts > 0;
 }
 
 __device__ __forceinline__ int32_t mask_head(const FwdArgs& args, int32_t h_idx) {

@@ -376,6 +376,7 @@ class Consumer {
     const Step step = *own_tile();
     const int32_t row =
         step.q_begin + group_ * Config::kRowsPerGroup + warp_ * 16 + opaque(lane_) / 4;
+    const int32_t row_end = step.q_end(args_.s_q);
     const bool is_odd = lane_ & 1;
     bool is_bad = false;
     const int32_t col = (is_odd ? 8 : 0) + (lane_ & 2) * 2;
@@ -394,7 +395,7 @@ class Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float inverse = sum[half] == 0.0f ? 0.0f : ptx::reciprocal_approx(sum[half]);
-      const bool is_row = row + 8 * half < args_.s_q;
+      const bool is_row = row + 8 * half < row_end;
       const int32_t cols_left = is_row ? args_.d_v - col : 0;
       uint32_t trace[2] = {0, 0};  // NaN in a half if an output is not finite, else 0 or -0
       T* const out_row = out + half * 8 * args_.stride_out.s;
@@ -418,14 +419,16 @@ class Consumer {
           args_.lse + (int64_t{step.b_idx} * args_.h_q + step.h_idx) * args_.s_q + row;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (row + 8 * half < args_.s_q) lse[8 * half] = softmax.lse(half, sum[half], args_.scale);
+        if (row + 8 * half < row_end) lse[8 * half] = softmax.lse(half, sum[half], args_.scale);
       }
     }
     if (__any_sync(kAllLanes, is_bad)) {
+      // Without cuts as it was: another expression gives the loops other registers.
+      const int32_t row = group_ * Config::kRowsPerGroup + warp_ * kRevisitRows;
       note_revisit(
           args_, revisit_head(),
           revisit_block(args_, step.b_idx, step.h_idx,
-                        step.q_begin + group_ * Config::kRowsPerGroup + warp_ * kRevisitRows));
+                        Config::kIsCut ? step.q_tile_idx() * kTileQ + row : step.q_begin + row));
     }
   }
 

@@ -7,7 +7,8 @@
 //
 // Compiled twice into one kernel: two CTAs of a cluster on neighbouring query tiles, each copying half of
 // K and V into both (multicast), and each CTA for itself; the mask decides which runs (use_pairs). Once more
-// for two CTAs on the same query tile of two heads that share a key head.
+// for two CTAs on the same query tile of two heads that share a key head. And all that once more for query tiles that
+// begin at documents (is_cut).
 #pragma once
 
 #include "consumer.cuh"
@@ -84,6 +85,7 @@ __global__ void __launch_bounds__(Own::kThreads, 1)
   extern __shared__ __align__(1024) uint8_t smem_raw[];
   // Swizzled tiles need the alignment that the declaration asks for.
   if (ptx::smem_addr(smem_raw) % 1024 != 0) __trap();
+  if (is_cut(args) != Own::kIsCut) return;  // the other kernel's (launch.cuh)
   const bool is_pair = kHasPairs && use_pairs(args);
   if (threadIdx.x == 0) {
     if (is_pair) {

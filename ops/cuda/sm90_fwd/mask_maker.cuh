@@ -83,14 +83,14 @@ class MaskMaker {
       const Span span = {__shfl_sync(kAllLanes, packed, span_idx % 32)};
       if (span.is_full()) continue;
       for (int32_t step = 0; step < steps_of<Config>(span); ++step) {
-        make_step(bounds, block_row, tile.q_tile_idx * kTileQ,
+        make_step(bounds, block_row, tile.q_begin(), Config::rows_of_bits(tile.step_bits),
                   span.k_begin() + tile.list.shift() + step * Config::kCols);
       }
     }
   }
 
   __device__ __forceinline__ void make_step(const int32_t* bounds, const int32_t* block_row,
-                                            int32_t q_begin, int32_t k_begin) {
+                                            int32_t q_begin, int32_t num_rows, int32_t k_begin) {
     ptx::mbar_wait_warp(&smem_.mask_empty[pos_.slot], pos_.parity ^ 1);
     for (int word = warp_idx_; word < Config::kMaskWords; word += Config::kMaskWarps) {
       const int32_t k_idx = k_begin + word * 32 + mask_bit_column(lane_);
@@ -105,6 +105,8 @@ class MaskMaker {
           const int32_t first_row = q_begin + 32 * idx;
           visible[idx] = ~(rows_of(rows.lt, first_row) | rows_of(rows.ut, first_row) |
                            rows_below(rows.causal.end - first_row));
+          // Rows behind a short tile see all: one that has seen nothing makes its warp search for a maximum.
+          if (Config::kIsCut) visible[idx] |= ~rows_below(num_rows - 32 * idx);
         }
       } else {
 #pragma unroll

@@ -10,13 +10,13 @@
 namespace fm3::sm90 {
 
 template <class Config>
-__device__ __forceinline__ TilePlace locate_tile(const FwdArgs& args, int32_t tile_id) {
+__device__ __forceinline__ TilePlace locate_tile(const FwdArgs& args, int32_t count,
+                                                 int32_t tile_id) {
   int32_t num_late = 0;
   if (args.ready_rows != nullptr) {
     const ScheduleTotals* const totals = args.schedule.totals;
     num_late = __ldg(Config::kTeamTiles == 2 ? &totals->late_pairs : &totals->late_tiles);
   }
-  const int32_t count = team_lists<Config>(args).count;
   return place_tile({args.b, args.h_q, count, args.heads_per_group, num_late, Config::kTeamHeads},
                     tile_id);
 }
@@ -35,7 +35,14 @@ class Loader {
   // and its spans, each a trip to L2: one is begun after each step and looked at after the next, so
   // that the copies, which are only two steps ahead, never wait for one.
   __device__ __forceinline__ void run() {
-    if (is_issuer_) smem_.seen_rows = 0;
+    if (is_issuer_) {
+      smem_.seen_rows = 0;
+      if constexpr (Config::kIsCut) {
+        const ScheduleTotals& totals = *args_.schedule.totals;
+        smem_.list_tiles = (totals.most_tiles + Config::kTeamTiles - 1) / Config::kTeamTiles;
+        smem_.has_gaps = totals.fewest_tiles < totals.most_tiles;
+      }
+    }
     __syncwarp();
     claimed_ = static_cast<int32_t>(blockIdx.x) / Config::kTeam -
                static_cast<int32_t>(gridDim.x) / Config::kTeam;
@@ -53,13 +60,15 @@ class Loader {
       }
       if (num_steps == 0 && span_idx < tile.list.num_spans()) {
         if (span_idx != 0 && span_idx % 32 == 0) {
-          packed = fetch_spans(tile_spans<Config>(args_, tile), tile.list.num_spans(), span_idx);
+          packed = fetch_spans(tile_spans<Config>(args_, own_tile(tile)), tile.list.num_spans(),
+                               span_idx);
         }
         const Span span = {__shfl_sync(kAllLanes, packed, span_idx % 32)};
         num_steps = steps_of<Config>(span);
         k_begin = span.k_begin() + tile.list.shift();
         flags = (span_idx == 0 ? Config::kFirst : 0) | (span.is_full() ? 0 : Config::kPartial);
         if (Config::kShortCols < Config::kCols && span.ends_short()) flags |= Config::kShort;
+        if constexpr (Config::kIsCut) flags |= own_tile(tile).step_bits;
         ++span_idx;
       }
       if (num_steps > 0) {
@@ -77,6 +86,16 @@ class Loader {
  private:
   static constexpr int32_t kClaimPhases = 3;
 
+  // The current tile: where tiles may leave the grid, in its slot, because registers are scarce.
+  __device__ __forceinline__ const Tile& own_tile(const Tile& tile) const {
+    if constexpr (Config::kIsCut) return smem_.tile[tile_pos_.last_slot()];
+    return tile;
+  }
+  // Tiles of a list that are handed out.
+  __device__ __forceinline__ int32_t list_tiles() const {
+    if constexpr (Config::kIsCut) return smem_.list_tiles;
+    return (args_.schedule.num_q_tiles + Config::kTeamTiles - 1) / Config::kTeamTiles;
+  }
   __device__ __forceinline__ int32_t member(int count) const { return count == 2 ? rank_ : 0; }
 
   // The claimed tile grows in its slot of shared memory: registers are scarce here, too.
@@ -85,25 +104,32 @@ class Loader {
     if (phase == 0) {
       ask_for_claim();
     } else if (phase == 1) {
+      if (Config::kIsCut && smem_.has_gaps) pass_over_gaps();
       const int32_t tile_id = receive_claim();
       ptx::mbar_wait_warp(&smem_.tile_empty[tile_pos_.slot], tile_pos_.parity ^ 1);
       const SpanLists& lists = team_lists<Config>(args_);
-      next_entry_ = {0, {0}};
-      if (tile_id < args_.b * (args_.h_q / Config::kTeamHeads) * lists.count) {
-        const TilePlace place = locate_tile<Config>(args_, tile_id);
+      set_entry({});
+      if (tile_id < num_tiles()) {
+        const TilePlace place = locate_tile<Config>(args_, list_tiles(), tile_id);
         if (is_issuer_)
           next.h_idx = place.h_idx + member(Config::kTeamHeads), next.b_idx = place.b_idx;
-        next_entry_ =
-            lists.order[mask_list(args_, place.b_idx, place.h_idx) * lists.count + place.rank];
+        fetch_entry(
+            lists.order[mask_list(args_, place.b_idx, place.h_idx) * lists.count + place.rank]);
       }
     } else {
       if (is_issuer_) {
-        next.q_tile_idx = next_entry_.q_tile_idx * Config::kTeamTiles + member(Config::kTeamTiles);
-        next.list = next_entry_.list;
+        const QueryTileEntry entry = own_entry();
+        next.q_tile_idx = entry.q_tile_idx * Config::kTeamTiles + member(Config::kTeamTiles);
+        next.list = entry.list;
+        if constexpr (Config::kIsCut) {
+          const int32_t num_rows = entry.rows.count(member(Config::kTeamTiles));
+          next.cut_begin = entry.rows.begin_of(member(Config::kTeamTiles));
+          next.step_bits = num_rows << Config::kRowsShift | next.q_tile_idx << Config::kTileShift;
+        }
         ptx::mbar_arrive(&smem_.tile_full[tile_pos_.slot]);
       }
       __syncwarp();
-      if (next_entry_.list.num_spans() > 0) {
+      if ((Config::kIsCut ? next.list : next_entry_.list).num_spans() > 0) {
         const Tile tile = next;
         next_spans_ = fetch_spans(tile_spans<Config>(args_, tile), tile.list.num_spans(), 0);
         if (is_issuer_) prefetch_q(tile);
@@ -138,12 +164,56 @@ class Loader {
     return tile_id;
   }
 
+  // A tile's entry is read here and looked at one step later. With rows in it, it waits in shared memory.
+  __device__ __forceinline__ void set_entry(const QueryTileEntry& entry) {
+    if constexpr (!Config::kIsCut) {
+      next_entry_ = entry;
+    } else if (is_issuer_) {
+      smem_.next_entry = entry;
+    }
+  }
+  __device__ __forceinline__ void fetch_entry(const QueryTileEntry& entry) {
+    if constexpr (!Config::kIsCut) {
+      next_entry_ = entry;
+    } else if (is_issuer_) {
+      ptx::copy_async_16(&smem_.next_entry, &entry);
+    }
+  }
+  __device__ __forceinline__ QueryTileEntry own_entry() const {
+    if constexpr (!Config::kIsCut) return next_entry_;
+    ptx::copy_async_wait();
+    return smem_.next_entry;
+  }
+
+  __device__ __forceinline__ int32_t num_tiles() const {
+    return args_.b * (args_.h_q / Config::kTeamHeads) * list_tiles();
+  }
+  // Some list of the mask has fewer tiles than list_tiles: a claim of one that is not there is followed by the next, at once.
+  // Claim:      the loaders of a team get the same tiles, in the same order, and neither waits for ever.
+  // Because:    rank 0 sends only claims of tiles that are there, one for each that rank 1 asks for, and does nothing else
+  //             until it has one to send: while rank 1 waits it copies nothing, and rank 0 could go on for two steps only.
+  // Breaks if:  rank 0 goes on with its steps in between, or sends what it passes over.
+  // Tested by:  test/gpu/test_sm90_fwd_cuts.py
+  __device__ __forceinline__ void pass_over_gaps() {
+    const SpanLists& lists = team_lists<Config>(args_);
+    while (true) {
+      const int32_t claimed = __shfl_sync(kAllLanes, claimed_, 0);
+      if (Config::kIsPair && rank_ != 0 && claimed >= 0) return;  // what is sent is there
+      const int32_t tile_id = static_cast<int32_t>(gridDim.x) / Config::kTeam + claimed;
+      if (tile_id >= num_tiles()) return;
+      const TilePlace place = locate_tile<Config>(args_, list_tiles(), tile_id);
+      const int64_t list_begin = mask_list(args_, place.b_idx, place.h_idx) * lists.count;
+      if (lists.order[list_begin + place.rank].list.num_spans() > 0) return;
+      ask_for_claim();
+    }
+  }
+
   // Copies are issued in the order the consumers need them: K of this step, V of the step before
   // (they multiply P V one step late), and the query tile after both, because its buffer is freed
   // last.
   __device__ __forceinline__ void load_step(const Tile& tile, int32_t k_begin, int32_t flags) {
     const int32_t h_kv_idx = tile.h_idx / (args_.h_q / args_.h_kv);
-    const int32_t q_begin = tile.q_tile_idx * kTileQ;
+    const int32_t q_begin = tile.q_begin();
     ptx::mbar_wait_warp(&smem_.k_empty[k_pos_.slot], k_pos_.parity ^ 1);
     if (args_.ready_rows != nullptr) {
       int32_t seen_rows = smem_.seen_rows;
@@ -194,7 +264,7 @@ class Loader {
 #pragma unroll
       for (int panel = 0; panel < Config::kPanelsQk; ++panel) {
         ptx::tma_prefetch_4d(&args_.map_q, panel * Config::kPanelCols,
-                             tile.q_tile_idx * kTileQ + group * Config::kRowsPerGroup, tile.h_idx,
+                             tile.q_begin() + group * Config::kRowsPerGroup, tile.h_idx,
                              tile.b_idx);
       }
     }
@@ -209,8 +279,8 @@ class Loader {
       for (int panel = 0; panel < Config::kPanelsQk; ++panel) {
         ptx::tma_load_4d(smem_.q[slot] + panel * Config::kRowsPerGroup * 128, &args_.map_q,
                          &smem_.q_full[slot], panel * Config::kPanelCols,
-                         tile.q_tile_idx * kTileQ + group * Config::kRowsPerGroup, tile.h_idx,
-                         tile.b_idx, ptx::kEvictFirst);
+                         tile.q_begin() + group * Config::kRowsPerGroup, tile.h_idx, tile.b_idx,
+                         ptx::kEvictFirst);
       }
     }
     __syncwarp();

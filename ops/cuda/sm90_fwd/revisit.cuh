@@ -28,10 +28,10 @@ __device__ __forceinline__ void note_revisit(const FwdArgs& args, int32_t* head,
   }
 }
 
-// Blocks are numbered [b, h_q, q tile, 16-row block].
+// Blocks are numbered [b, h_q, q tile, 16-row block]; first_row as if all tiles were of 128 rows.
 __device__ __forceinline__ int32_t revisit_block(const FwdArgs& args, int32_t b_idx, int32_t h_idx,
                                                  int32_t first_row) {
-  return ((b_idx * args.h_q + h_idx) * args.schedule.num_q_tiles) * kRevisitsPerTile +
+  return ((b_idx * args.h_q + h_idx) * args.schedule.tiles.count) * kRevisitsPerTile +
          first_row / kRevisitRows;
 }
 
@@ -114,14 +114,13 @@ __device__ __noinline__ void revisit_row(const FwdArgs& args, int32_t b_idx, int
   }
 }
 
-// Whether a value that some row in [q_begin, q_end) does not see, but whose step was computed for
+// Whether a value that some row in [q_begin, q_end) of a tile does not see, but whose step was computed for
 // them, is not finite. If not, the outputs are what the visible values make them.
 template <class T, class Config>
 __device__ __noinline__ bool has_spoilt_value(const FwdArgs& args, int32_t b_idx, int32_t h_idx,
-                                              int32_t q_begin, int32_t q_end) {
+                                              int32_t q_tile_idx, int32_t q_begin, int32_t q_end) {
   const int lane = threadIdx.x % 32;
   const MaskView& mask = args.mask;
-  const int32_t q_tile_idx = q_begin / kTileQ;
   const int64_t list_idx = mask_list(args, b_idx, h_idx);
   const int32_t* bounds = mask.bounds + list_idx * mask.s_k * num_bounds(mask.form);
   const int32_t* block_row =
@@ -131,7 +130,7 @@ __device__ __noinline__ bool has_spoilt_value(const FwdArgs& args, int32_t b_idx
                 (list_idx * args.schedule.num_q_tiles + q_tile_idx) * args.schedule.num_hulls;
   const T* v = static_cast<const T*>(args.v) + b_idx * args.stride_v.b +
                h_idx / (args.h_q / args.h_kv) * args.stride_v.h;  // [s_k, d_v]
-  const Span* spans = tile_spans<Config>(args, {q_tile_idx, h_idx, b_idx, {0}});
+  const Span* spans = tile_spans<Config>(args, list_idx, q_tile_idx);
   for (; spans->count() > 0; ++spans) {
     if (spans->is_full()) continue;
     // With any shift: a column too many costs time only.
@@ -159,12 +158,16 @@ __device__ __forceinline__ void revisit(const FwdArgs& args, const int32_t* head
   __syncwarp();  // after the warp's own stores
   int32_t block_idx = *head;
   while (block_idx != kNoBlock) {
-    const int32_t blocks_per_head = args.schedule.num_q_tiles * kRevisitsPerTile;
-    const int32_t bh_idx = block_idx / blocks_per_head;
-    const int32_t first_row = block_idx % blocks_per_head * kRevisitRows;
-    const int32_t end_row = min(first_row + kRevisitRows, args.s_q);
-    const bool is_spoilt =
-        has_spoilt_value<T, Config>(args, bh_idx / args.h_q, bh_idx % args.h_q, first_row, end_row);
+    const int32_t tile = block_idx / kRevisitsPerTile;
+    const int32_t bh_idx = tile / args.schedule.tiles.count;
+    const int32_t q_tile_idx = tile % args.schedule.tiles.count;
+    const int64_t list_idx = mask_list(args, bh_idx / args.h_q, bh_idx % args.h_q);
+    const int32_t first_row = tile_begin(args.schedule, list_idx, q_tile_idx, args.s_q) +
+                              block_idx % kRevisitsPerTile * kRevisitRows;
+    const int32_t end_row = min(first_row + kRevisitRows,
+                                tile_begin(args.schedule, list_idx, q_tile_idx + 1, args.s_q));
+    const bool is_spoilt = has_spoilt_value<T, Config>(args, bh_idx / args.h_q, bh_idx % args.h_q,
+                                                       q_tile_idx, first_row, end_row);
     for (int32_t row = first_row; is_spoilt && row < end_row; ++row) {
       if (isfinite(args.lse[int64_t{bh_idx} * args.s_q + row])) {
         revisit_row<T, Config::kHeadV>(args, bh_idx / args.h_q, bh_idx % args.h_q, row);

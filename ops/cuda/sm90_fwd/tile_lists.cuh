@@ -33,12 +33,16 @@ __device__ __forceinline__ const SpanLists& team_lists(const FwdArgs& args) {
 }
 
 template <class Config>
+__device__ __forceinline__ const Span* tile_spans(const FwdArgs& args, int64_t list_idx,
+                                                  int32_t q_tile_idx) {
+  const SpanLists& lists = team_lists<Config>(args);
+  const int32_t entry = q_tile_idx / Config::kTeamTiles;
+  return lists.spans + (list_idx * lists.count + entry) * args.schedule.max_spans;
+}
+template <class Config>
 __device__ __forceinline__ const Span* tile_spans(const FwdArgs& args,
                                                   const typename Config::Tile& tile) {
-  const SpanLists& lists = team_lists<Config>(args);
-  const int32_t entry = tile.q_tile_idx / Config::kTeamTiles;
-  return lists.spans +
-         (mask_list(args, tile.b_idx, tile.h_idx) * lists.count + entry) * args.schedule.max_spans;
+  return tile_spans<Config>(args, mask_list(args, tile.b_idx, tile.h_idx), tile.q_tile_idx);
 }
 
 }  // namespace fm3::sm90

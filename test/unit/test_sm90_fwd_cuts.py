@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the Hopper forward's query tiles begin: the kernels run on the host thread by thread, against the rule written
+down once more from documents' lengths, and what the lists of such tiles visit, against dense masks."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from schedule_support import (
+    CUT_ALL_SIZES,
+    TILE_Q,
+    Lists,
+    build,
+    check_build,
+    check_raw,
+    compile_library,
+    documents,
+    mask_of,
+    plain_spans,
+    take_apart,
+    unpack,
+)
+from test_sm90_spans import CASES, FORM_IDS, FORMS, random_mask
+
+from paddle_fm3.testing.cases import RawMask, benchmark_case
+from paddle_fm3.testing.native_call import NativeMask
+
+KINDS = ("causal", "bidirectional")
+CUT_ROWS, MOST_BORDERS = 384, 1024  # cuts.h, cut_tiles.cuh
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return compile_library(tmp_path_factory.mktemp("cuts"), CUT_ALL_SIZES)
+
+
+def native(raw: RawMask, s_q: int) -> NativeMask:
+    return NativeMask.from_bounds(raw.startend_row_indices, raw.causal, s_q, raw.block_mask)
+
+
+def build_tiles(library: ctypes.CDLL, mask: NativeMask) -> Lists:
+    return take_apart(library, mask, build(library, mask))[1][0]
+
+
+def begins_of(tiles: Lists, list_idx: int = 0) -> list[int]:
+    """Of the tiles that there are, and the end."""
+    begins = tiles.begins[list_idx].tolist()
+    return begins[: begins.index(begins[-1]) + 1]
+
+
+def room(s: int) -> int:
+    return -(-s // TILE_Q) + -(-s // TILE_Q) // 8 + 1
+
+
+def wanted_begins(lengths: list[int], *, causal: bool) -> list[int]:
+    s, ends = sum(lengths), np.cumsum(lengths).tolist()
+    cuts, num_tiles = [(0, causal and lengths[0] > 1)], 0
+    for idx in range(min(len(lengths) - 1, MOST_BORDERS)):
+        grows, border, behind = causal and lengths[idx] > 1, ends[idx], lengths[idx + 1]
+        is_last = idx == MOST_BORDERS - 1 and idx < len(lengths) - 2  # that is looked at: all behind it is one to it
+        behind = s - border if is_last else behind
+        if lengths[idx] + (0 if grows else behind) < CUT_ROWS:
+            continue
+        num_before = num_tiles - (cuts[-1][0] - border) // TILE_Q
+        if num_before - (border - s) // TILE_Q > room(s):
+            break
+        cuts, num_tiles = [*cuts, (border, is_last or (causal and behind > 1))], num_before
+    if len(cuts) == 1:
+        return [*range(0, s, TILE_Q), s]
+    begins = []
+    for (begin, grows), end in zip(cuts, [*(cut for cut, _ in cuts[1:]), s], strict=True):
+        inside = range(begin + TILE_Q, end, TILE_Q) if not grows else range(end - TILE_Q, begin, -TILE_Q)[::-1]
+        begins += [begin, *inside]
+    return [*begins, s]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("most", [40, 200, 400, 900, 4000])
+def test_tiles_begin_at_documents(library: ctypes.CDLL, kind: str, most: int) -> None:
+    rng, num_cut = np.random.default_rng(most), 0
+    for _ in range(6):
+        lengths = rng.integers(1, most, int(rng.integers(2, 12000 // most + 3))).tolist()
+        raw, s = documents(lengths, causal=kind == "causal")
+        totals, lists = take_apart(library, native(raw, s), build(library, native(raw, s)))
+        found, wanted = begins_of(lists[0]), wanted_begins(lengths, causal=kind == "causal")
+        assert found == wanted and (totals.num_cuts > 0) == (found[:-1] != [*range(0, s, TILE_Q)])
+        num_cut += found[:-1] != [*range(0, s, TILE_Q)]
+    assert (num_cut > 2) == (most > 200)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kind", "is_cut"),
+    [([384, 900], "causal", True), ([383, 900], "causal", False), ([200, 184], "bidirectional", True),
+     ([200, 183], "bidirectional", False)],
+)  # fmt: skip
+def test_documents_long_enough_for_a_cut(library: ctypes.CDLL, lengths: list[int], kind: str, is_cut: bool) -> None:
+    raw, s = documents(lengths, causal=kind == "causal")
+    begins = begins_of(build_tiles(library, native(raw, s)))
+    assert (begins != [*range(0, s, TILE_Q), s]) == is_cut
+    assert begins == wanted_begins(lengths, causal=kind == "causal")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forms_that_say_the_same_are_cut_alike(library: ctypes.CDLL, kind: str) -> None:
+    lengths = [700, 130, 900, 384]
+    raw, s = documents(lengths, causal=kind == "causal")
+    bounds = raw.startend_row_indices
+    assert bounds is not None
+    end, none, rows = bounds[0, 0, :, 0], np.zeros(s, np.int32), np.full(s, s, np.int32)
+    if kind == "causal":
+        forms = [
+            (True, [end, rows]),
+            (False, [end, rows, none, np.arange(s)]),
+            (False, [none, np.arange(s), end, rows]),
+        ]
+    else:
+        begin = bounds[0, 0, :, 1]
+        forms = [(False, [end, rows, none, begin]), (False, [none, begin, end, rows])]
+    wanted = wanted_begins(lengths, causal=kind == "causal")
+    for causal, columns in [(raw.causal, [*bounds[0, 0].T]), *forms]:
+        one = np.ascontiguousarray(np.stack(columns, 1)[None, None], np.int32)
+        assert begins_of(check_raw(library, RawMask(one, causal), s, s)) == wanted, len(columns)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lists_of_cut_tiles(library: ctypes.CDLL, kind: str) -> None:
+    """Spans, order, totals and pairs, against the same lists made plainly and against the dense mask."""
+    rng, num_cut = np.random.default_rng(7), 0
+    for _ in range(8):
+        lengths = rng.choice([1, 15, 100, 384, 385, 700, 1000], 5) + rng.integers(0, 17, 5)
+        raw, s = documents(lengths.tolist(), causal=kind == "causal")
+        num_cut += begins_of(check_raw(library, raw, s, s)) != [*range(0, s, TILE_Q), s]
+        bounds = raw.startend_row_indices
+        assert bounds is not None
+        for hidden in (rng.random(s) < 0.02, np.arange(s) // 40 % 7 == 3):  # these keys nobody sees
+            holes = np.where(hidden[:, None], 0 if kind == "causal" else [s, s], bounds[0, 0])[None, None]
+            check_raw(library, RawMask(holes.astype(np.int32), raw.causal), s, s)
+    assert num_cut > 4
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_hostile_masks(library: ctypes.CDLL, case) -> None:
+    check_tiles(check_build(library, mask_of(case))[0], case.s_q)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=FORM_IDS)
+def test_random_masks(library: ctypes.CDLL, form: tuple[bool, int]) -> None:
+    rng = np.random.default_rng(100 + form[1] + 10 * form[0])
+    for idx in range(30):
+        mask = random_mask(rng, form, idx)
+        check_tiles(check_build(library, mask)[0], mask.s_q)
+
+
+def check_tiles(tiles: Lists, s_q: int) -> None:
+    """All rows, each once, at most 128 a tile."""
+    for begins in tiles.begins:
+        sizes = np.diff(begins)
+        num_tiles = np.count_nonzero(sizes)
+        assert begins[0] == 0 and begins[-1] == s_q
+        assert (sizes[:num_tiles] > 0).all() and (sizes <= TILE_Q).all() and (sizes[num_tiles:] == 0).all()
+
+
+def test_rows_and_keys_need_not_be_as_many(library: ctypes.CDLL) -> None:
+    """Where keys of a document are more than its rows, and where it has rows only behind some that see nothing."""
+    keys, rows = np.array([500, 900, 700]), [400, 800, 600]
+    begin = np.repeat(np.cumsum([0, *rows[:-1]]), keys)
+    end = np.repeat(np.cumsum(rows), keys)
+    for first in (0, 77):
+        bounds = np.stack([end, begin], 1)[None, None] + first
+        s_q = sum(rows) + first
+        tiles = check_raw(library, RawMask(bounds.astype(np.int32), False), s_q, int(keys.sum()))
+        for cut in (400, 1200):
+            assert cut + first in begins_of(tiles)
+
+
+def test_no_row_sees_both_sides_of_a_cut(library: ctypes.CDLL) -> None:
+    """Keys whose rows lie apart by chance, or a few keys before a border that the rows behind it see."""
+    lengths = [1000, 900]
+    raw, s = documents(lengths, causal=True)
+    assert 1000 in begins_of(build_tiles(library, native(raw, s)))
+    assert raw.startend_row_indices is not None
+    for key, is_cut in ((1000 - 128, False), (1000 - 129, True)):
+        shared = raw.startend_row_indices.copy()
+        shared[0, 0, key] = s
+        assert (1000 in begins_of(build_tiles(library, native(RawMask(shared, True), s)))) == is_cut
+    for key, is_cut in ((1127, False), (1128, True)):
+        bidirectional, _ = documents(lengths, causal=False)
+        assert bidirectional.startend_row_indices is not None
+        bidirectional.startend_row_indices[0, 0, key, 1] = 999
+        assert (1000 in begins_of(build_tiles(library, native(bidirectional, s)))) == is_cut
+
+
+def test_cuts_end_where_the_room_ends(library: ctypes.CDLL) -> None:
+    lengths = [385] * 180 + [16_384]
+    raw, s = documents(lengths, causal=True)
+    mask = native(raw, s)
+    assert library.room_of_tiles(ctypes.byref(mask.view)) == room(s)
+    begins = begins_of(build_tiles(library, mask))
+    assert begins == wanted_begins(lengths, causal=True) and len(begins) - 1 == room(s)
+
+
+@pytest.mark.parametrize("num_short", [MOST_BORDERS - 2, MOST_BORDERS - 1, MOST_BORDERS, 5000])
+def test_so_many_borders_are_looked_at(library: ctypes.CDLL, num_short: int) -> None:
+    lengths = [1] * num_short + [700, 900]
+    raw, s = documents(lengths, causal=False)
+    begins = begins_of(build_tiles(library, native(raw, s)))
+    assert begins == wanted_begins(lengths, causal=False)
+    assert (num_short in begins) == (num_short <= MOST_BORDERS)
+    assert (num_short + 700 in begins) == (num_short < MOST_BORDERS)
+
+
+def test_borders_far_apart(library: ctypes.CDLL) -> None:
+    """More keys than the threads of a CTA look at at a time."""
+    lengths = [70_001, 65_003, 3000]
+    raw, s = documents(lengths, causal=False)
+    mask = NativeMask.from_bounds(raw.startend_row_indices, False, s, None)
+    assert begins_of(build_tiles(library, mask)) == wanted_begins(lengths, causal=False)
+
+
+def test_masks_that_stay_on_the_grid(library: ctypes.CDLL, tmp_path: Path) -> None:
+    raw, s = documents([1100, 900], causal=True)
+    bounds = raw.startend_row_indices
+    assert bounds is not None
+    masks = {
+        "cut": native(raw, s),
+        "block_mask": NativeMask.from_bounds(bounds, True, s, np.ones((1, 1, 16, 16), np.int32)),
+        "no bounds": NativeMask.without_bounds(True, 1, s, s),
+        "a window": NativeMask.from_bounds(
+            np.minimum(np.arange(s) + 500, s).astype(np.int32)[None, None, :, None], True, s
+        ),
+    }
+    for name, mask in masks.items():
+        totals, lists = take_apart(library, mask, build(library, mask))
+        assert (begins_of(lists[0]) != [*range(0, s, TILE_Q), s]) == (name == "cut"), name
+        assert totals.num_cuts == (1 if name == "cut" else 0)
+    # Of the sizes of real calls three sequences of 8K do, four do not, whether of entries or of heads.
+    sized = compile_library(tmp_path)
+    raw, s = documents([5000, 3192], causal=False)
+    for b, h_mask, is_cut in ((3, 1, False), (4, 1, True), (2, 2, True)):
+        bounds = np.broadcast_to(raw.startend_row_indices, (b, h_mask, s, 2))
+        mask = NativeMask.from_bounds(np.ascontiguousarray(bounds), False, s)
+        assert sized.room_of_tiles(ctypes.byref(mask.view)) == (room(s) if is_cut else s // TILE_Q)
+
+
+def test_entries_are_cut_apart(library: ctypes.CDLL) -> None:
+    parts = [documents(lengths, causal=True)[0] for lengths in ([1100, 900], [2000], [500, 500, 1000])]
+    alone = [begins_of(build_tiles(library, native(raw, 2000))) for raw in parts]
+    bounds = np.concatenate([raw.startend_row_indices for raw in parts])
+    mask = NativeMask.from_bounds(bounds.astype(np.int32), True, 2000)
+    tiles = check_build(library, mask)[0]
+    assert [begins_of(tiles, idx) for idx in range(3)] == alone
+    totals, _ = take_apart(library, mask, build(library, mask))
+    assert (
+        totals.num_cuts == 1 + 2
+        and totals.fewest_tiles == 16
+        and totals.most_tiles == max(len(begins) for begins in alone) - 1 > 16
+    )
+
+
+def cost(library: ctypes.CDLL, mask: NativeMask, begins: list[int]) -> tuple[int, int]:
+    """Halves of steps of the first list's tiles, and how many steps have a mask."""
+    halves, masked = 0, 0
+    for rows in itertools.pairwise(begins):
+        for _, count, is_full, ends_short in unpack(plain_spans(library, mask, 0, rows)[0]):
+            halves += 2 * count - ends_short
+            masked += 0 if is_full else count
+    return halves, masked
+
+
+@pytest.mark.parametrize(
+    ("name", "tiles", "on_grid", "cut"),
+    [
+        ("8k_causal_document", 68, (870, 150), (832, 116)), ("32k_causal_document", 261, (5076, 637), (4952, 468)),
+        ("8k_document", 68, (1584, 146), (1585, 68)), ("32k_document", 261, (9788, 634), (9565, 261)),
+        ("32k_share_question", 269, (3713, 882), (3629, 764)), ("32k_prefix_document", 261, (5259, 639), (5112, 438)),
+        ("32k_causal_blockwise", 261, (10471, 800), (10371, 644)),
+        ("32k_window", 256, (6944, 745), (6944, 745)), ("8k_random_eviction", 64, (3337, 1298), (3337, 1298)),
+    ],
+)  # fmt: skip
+def test_benchmark_masks(
+    library: ctypes.CDLL, name: str, tiles: int, on_grid: tuple[int, int], cut: tuple[int, int]
+) -> None:
+    raw = benchmark_case(name).build_mask()
+    assert raw.startend_row_indices is not None
+    one = np.ascontiguousarray(raw.startend_row_indices[:1])
+    mask, s = NativeMask.from_bounds(one, raw.causal, one.shape[2]), one.shape[2]
+    begins = begins_of(build_tiles(library, mask))
+    assert len(begins) - 1 == tiles
+    assert cost(library, mask, begins) == cut
+    assert cost(library, mask, [*range(0, s, TILE_Q), s]) == on_grid
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("most", [300, 700, 3000])
+def test_cuts_save_cycles(library: ctypes.CDLL, kind: str, most: int) -> None:
+    """By the model of cuts.h."""
+    rng, ratios = np.random.default_rng(most), []
+    for _ in range(3):
+        lengths = rng.integers(1, most, 12000 // most).tolist()
+        raw, s = documents(lengths, causal=kind == "causal")
+        mask = native(raw, s)
+        cycles = []
+        for begins in (begins_of(build_tiles(library, mask)), [*range(0, s, TILE_Q), s]):
+            halves, masked = cost(library, mask, begins)
+            cycles.append(1500 * halves + 600 * masked + 1250 * (len(begins) - 1))
+        ratios.append(cycles[0] / cycles[1])
+    assert max(ratios) <= 1.01 and np.mean(ratios) <= (1 if most == 300 else 0.97), ratios
