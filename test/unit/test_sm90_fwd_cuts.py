@@ -179,6 +179,15 @@ def test_rows_and_keys_need_not_be_as_many(library: ctypes.CDLL) -> None:
             assert cut + first in begins_of(tiles)
 
 
+@pytest.mark.parametrize("again", [(0, 600), (0, 400)])
+def test_rows_of_borders_that_do_not_ascend(library: ctypes.CDLL, again: tuple[int, int]) -> None:
+    """Keys whose rows begin from the first one again: no cut at a row twice, nor before another one."""
+    rows = [(0, 600), (600, 1200), again, (again[1], again[1] + 600)]
+    bounds = np.repeat([(end, begin) for begin, end in rows], 500, axis=0)[None, None].astype(np.int32)
+    begins = begins_of(check_raw(library, RawMask(bounds, False), 1200, 2000))
+    assert begins == [0, 128, 256, 384, 512, 600, 728, 856, 984, 1112, 1200]
+
+
 def test_no_row_sees_both_sides_of_a_cut(library: ctypes.CDLL) -> None:
     """Keys whose rows lie apart by chance, or a few keys before a border that the rows behind it see."""
     lengths = [1000, 900]
@@ -197,7 +206,7 @@ def test_no_row_sees_both_sides_of_a_cut(library: ctypes.CDLL) -> None:
 
 
 def test_cuts_end_where_the_room_ends(library: ctypes.CDLL) -> None:
-    lengths = [385] * 180 + [16_384]
+    lengths = [385] * 180 + [16_464]  # some of the last borders would cost no tile
     raw, s = documents(lengths, causal=True)
     mask = native(raw, s)
     assert library.room_of_tiles(ctypes.byref(mask.view)) == room(s)
