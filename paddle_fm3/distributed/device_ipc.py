@@ -106,21 +106,21 @@ class IpcTransport(DeviceTransport):
 
     def _open_page(self) -> SignalPage:
         page = SignalPage.create(self.num_ranks) if self.rank == 0 else None
-        namespace = os.readlink("/proc/self/ns/pid")
-        path = str(page.path) if page is not None else None
-        records = self._exchange({"path": path, "machine": machine_name(), "pids": namespace, "gpu": self._gpu})
-        # Copies inside one GPU are kernels, whatever is asked for (seen on an H200): a kernel that holds all
-        # multiprocessors and waits for rows would wait for ever.
-        self.raises_words = len({record["gpu"] for record in records}) == self.num_ranks
-        error = None
-        if len({(r["machine"], r["pids"]) for r in records}) > 1:
-            error = "peer copies work inside one machine and one container; these ranks are in several: use NCCL"
-        elif page is None:
-            try:
-                page = SignalPage(Path(records[0]["path"]), self.rank, self.num_ranks, False)
-            except OSError as failure:
-                error = f"rank {self.rank} cannot map {records[0]['path']}: {failure}"
         try:
+            namespace = os.readlink("/proc/self/ns/pid")
+            path = str(page.path) if page is not None else None
+            records = self._exchange({"path": path, "machine": machine_name(), "pids": namespace, "gpu": self._gpu})
+            # Copies inside one GPU are kernels, whatever is asked for (seen on an H200): a kernel that holds all
+            # multiprocessors and waits for rows would wait for ever.
+            self.raises_words = len({record["gpu"] for record in records}) == self.num_ranks
+            error = None
+            if len({(r["machine"], r["pids"]) for r in records}) > 1:
+                error = "peer copies work inside one machine and one container; these ranks are in several: use NCCL"
+            elif page is None:
+                try:
+                    page = SignalPage(Path(records[0]["path"]), self.rank, self.num_ranks, False)
+                except OSError as failure:
+                    error = f"rank {self.rank} cannot map {records[0]['path']}: {failure}"
             self._agree(error)
         finally:
             if page is not None and self.rank == 0:

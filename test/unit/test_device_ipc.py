@@ -177,6 +177,25 @@ def test_words_of_the_page_lie_apart() -> None:
         page.close()
 
 
+@pytest.mark.parametrize("num_answers", [0, 1])
+def test_a_set_up_that_fails_leaves_no_file(num_answers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer is lost in it, or works on another machine."""
+    pages: list[SignalPage] = []
+    create = SignalPage.create
+    monkeypatch.setattr(SignalPage, "create", lambda num_ranks: pages.append(create(num_ranks)) or pages[-1])
+    answers: list[dict] = []
+
+    def exchange(record: dict) -> list[dict]:
+        if len(answers) == num_answers:
+            raise TransportError("rank 1 is lost")
+        answers.append(record)
+        return [record, record | {"machine": "another"}]
+
+    with pytest.raises(TransportError, match="rank 1 is lost"):
+        IpcTransport(FakeWorld(0).rank_device(), 0, 2, exchange, 1.0)
+    assert len(pages) == 1 and not pages[0].path.exists()
+
+
 def test_nothing_is_kept_of_masks_that_are_gone() -> None:
     """A training run has a new one every step."""
     group = Group(2, seed=3)
