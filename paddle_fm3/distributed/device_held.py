@@ -15,6 +15,21 @@ from collections.abc import Callable
 SAY_AFTER_S = 0.5  # for the program to meet the error by itself, and say it
 EXIT_GRACE_S = 5.0  # for the program to end by itself
 EXIT_STATUS = 70
+_MOST_BETWEEN_S = 0.2  # looks of a thread that has room to run
+
+
+class RunningTime:
+    """Seconds in which this process has been running, for a thread that looks every few milliseconds. A job that was
+    suspended goes on where it was: no rank could have come meanwhile."""
+
+    def __init__(self) -> None:
+        self._last_s, self._total_s = time.monotonic(), 0.0
+
+    def look(self) -> float:
+        now_s = time.monotonic()
+        self._total_s += min(now_s - self._last_s, _MOST_BETWEEN_S)
+        self._last_s = now_s
+        return self._total_s
 
 
 def end_process(failure: str, is_held: Callable[[], bool], was_raised: Callable[[], bool]) -> None:

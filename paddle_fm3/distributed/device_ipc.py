@@ -23,6 +23,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ import numpy as np
 
 from paddle_fm3._device_api import MOST_READY_WORDS, PackWords
 from paddle_fm3.distributed.device import Device, DeviceError
-from paddle_fm3.distributed.device_held import end_process, end_process_now
+from paddle_fm3.distributed.device_held import RunningTime, end_process, end_process_now
 from paddle_fm3.distributed.device_page import FAILURE_OFFSET, NOTE_SCALE, NUM_READY_WORDS, SignalPage
 from paddle_fm3.distributed.device_trace import span_of
 from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Part, Ticket, last_sends
@@ -52,8 +53,8 @@ class _Fetch:
 
     peer: int
     ticket: Ticket
-    wanted: int | None  # number of the word by which a stream says that it has come to wait; None: it has
-    since_s: float | None = None  # when it was first seen to wait for nothing else
+    is_due: Callable[[], bool]  # it has come to wait, or the peer has come as far
+    since_s: float | None = None  # when that, and what the peer is to fetch, was first seen to be there
 
 
 class IpcTransport(DeviceTransport):
@@ -289,17 +290,19 @@ class IpcTransport(DeviceTransport):
 
         Claim:      no stream waits here for ever, and none that is not kept waiting ends the group.
         Because:    a batch that was posted before this wait does not need it. If it receives from the peer, it is in
-                    only when the peer has come to it, too: after it has posted what it is to fetch, and watches that.
+                    only when the peer has come to it, too: after it has posted what it is to fetch, and watches that;
+                    from then on it has its time even if it does not watch.
         Breaks if:  a batch is in before its peers have come to it.
         Tested by:  test/unit/test_device_stall.py
         """
-        untimed = {peer: ticket for peer, ticket in sends.items() if self._last_recvs[peer] < ticket.number}
+        untimed = [ticket.number for peer, ticket in sends.items() if self._last_recvs[peer] < ticket.number]
+        wanted = max(untimed, default=-1)
         if untimed:
-            wanted = max(ticket.number for ticket in untimed.values())
-            self._fetches.extend(_Fetch(peer, ticket, wanted) for peer, ticket in untimed.items())
-            word = self._base + self._page.wanted_offset(self.rank, wanted)
-            self._device.write_word(stream, word, wanted + 1)
+            self._device.write_word(stream, self._base + self._page.wanted_offset(self.rank, wanted), wanted + 1)
         for peer, ticket in sends.items():
+            last = self._last_recvs[peer]
+            is_due = partial(self._page.is_wanted, wanted) if last < ticket.number else partial(self._is_in, last)
+            self._fetches.append(_Fetch(peer, ticket, is_due))
             self._device.wait_word(beside, self._base + self._page.pulled_offset(peer), ticket.number + 1)
 
     def _announce(self, words: PackWords, num_batches: int, here: tuple[int, int], caller: int) -> None:
@@ -379,8 +382,9 @@ class IpcTransport(DeviceTransport):
         self._buffers = {}
 
     def _watch_page(self) -> None:
-        watched, since_s = -1, 0.0
+        watched, since_s, running = -1, 0.0, RunningTime()
         while not self._is_closed.wait(_TICK_S):
+            now_s = running.look()
             number = self._num_pulled_by(self.rank)  # first: a failure releases this word too
             if self._page.failure is not None:
                 self._release()
@@ -388,9 +392,9 @@ class IpcTransport(DeviceTransport):
             self._num_pulled = number
             is_waiting = number < self._num_posts and self._is_ready(self.rank, number)
             if not is_waiting or number != watched:
-                watched, since_s = number if is_waiting else -1, time.monotonic()
-            reason = self._why_lost() or self._missed_by_one_that_left() or self._why_unfetched()
-            if reason is None and is_waiting and time.monotonic() - since_s > self._timeout_s:
+                watched, since_s = number if is_waiting else -1, now_s
+            reason = self._why_lost() or self._missed_by_one_that_left() or self._why_unfetched(now_s)
+            if reason is None and is_waiting and now_s - since_s > self._timeout_s:
                 reason = self._why_waiting(number)
             if reason is not None:
                 self._page.fail(f"rank {self.rank} of {self.num_ranks}: {reason}")
@@ -433,8 +437,8 @@ class IpcTransport(DeviceTransport):
         """
         is_error = getattr(sys, "last_type", None) is not None
         sends, unfetched = last_sends(sorted(self._tickets.values(), key=lambda ticket: ticket.number)), list[int]()
-        self._fetches.extend(_Fetch(peer, ticket, None) for peer, ticket in sends.items())
-        end_s = time.monotonic() + self._timeout_s
+        self._fetches.extend(_Fetch(peer, ticket, lambda: True) for peer, ticket in sends.items())
+        running = RunningTime()
         while not is_error:
             num_pulled = [self._num_pulled_by(rank) for rank in range(self.num_ranks)]  # first, as in `_watch_page`
             if self._page.failure is not None:
@@ -443,7 +447,7 @@ class IpcTransport(DeviceTransport):
             if min(num_pulled) >= self._num_posts:
                 self._page.mark_closed()
                 break
-            if time.monotonic() > end_s and all(fetch.since_s is None for fetch in self._fetches):
+            if running.look() > self._timeout_s and all(fetch.since_s is None for fetch in self._fetches):
                 break
             time.sleep(1e-3)
         failure = self._page.failure
@@ -453,6 +457,9 @@ class IpcTransport(DeviceTransport):
     def _num_pulled_by(self, rank: int) -> int:
         """How many batches a rank has in; the word counts all that were posted."""
         return self._page.word(self._page.pulled_offset(rank))
+
+    def _is_in(self, number: int) -> bool:
+        return self._num_pulled_by(self.rank) > number
 
     def _is_ready(self, rank: int, number: int) -> bool:
         """The rank has come to the batch: its sends are ready."""
@@ -464,15 +471,15 @@ class IpcTransport(DeviceTransport):
         what = f"gave up on '{ticket.batch.name}' after {self._timeout_s:g} s: "
         return what + (f"nothing came from rank {_listed(silent)} (stalled)" if silent else "the copies do not end")
 
-    def _why_unfetched(self) -> str | None:
+    def _why_unfetched(self, now_s: float) -> str | None:
         """Says so if something has waited too long for peers to fetch."""
-        now_s, late = time.monotonic(), dict[int, tuple[Ticket, list[int]]]()
+        late = dict[int, tuple[Ticket, list[int]]]()
         for fetch in self._fetches[:]:  # others are added meanwhile
-            number, wanted = fetch.ticket.number, fetch.wanted
+            number = fetch.ticket.number
             if self._num_pulled_by(fetch.peer) > number:
                 self._fetches.remove(fetch)
-            elif self._is_ready(self.rank, number) and (wanted is None or self._page.is_wanted(wanted)):
-                fetch.since_s = fetch.since_s or now_s
+            elif self._is_ready(self.rank, number) and fetch.is_due():
+                fetch.since_s = now_s if fetch.since_s is None else fetch.since_s
                 # A peer that has come to the batch waits for another rank, and names it in time unless it has stopped.
                 limit_s = self._timeout_s * (2 if self._is_ready(fetch.peer, number) else 1)
                 if now_s - fetch.since_s > limit_s:

@@ -29,7 +29,7 @@ import paddle
 
 from paddle_fm3 import _paddle, env
 from paddle_fm3.distributed.device import Device
-from paddle_fm3.distributed.device_held import end_process
+from paddle_fm3.distributed.device_held import RunningTime, end_process
 from paddle_fm3.distributed.device_trace import span_of
 from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Piece, Ticket
 from paddle_fm3.distributed.transport import TcpTransport, TransportError
@@ -156,14 +156,15 @@ class NcclTransport(DeviceTransport):
         return (self._num_posts - int(self._counts[0])) & 0xFFFFFFFF
 
     def _watch(self) -> None:
-        last, since_s = -1, time.monotonic()
+        last, since_s, running = -1, 0.0, RunningTime()
         while self._control.failure is None:
+            now_s = running.look()
             done, come_to = map(int, self._counts)
             if done != last or come_to == done:  # work before a batch may take any time
-                last, since_s = done, time.monotonic()
+                last, since_s = done, now_s
                 while self._names and (self._names[0][0] - done) & 0x80000000:
                     self._names.popleft()
-            elif time.monotonic() - since_s > self._timeout_s:
+            elif now_s - since_s > self._timeout_s:
                 self._control.fail(self._stalled())
             time.sleep(POLL_S)
         end_process(self._control.failure, lambda: self._num_open() > 0, lambda: self._was_raised)

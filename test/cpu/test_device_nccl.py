@@ -204,9 +204,9 @@ def test_batches_are_in_the_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 GAVE_UP = "rank 0 of 2 gave up on 'rows stage 1': no transfer was done for 1 s; it needs rank 1 (dead or stalled)"
 # A rank with a batch that nothing will ever finish; then its peer closes, stays silent, or all is done. Or its own work
-# before the batch takes long.
+# before the batch takes long, or the whole job is stopped for a while.
 HELD = """
-    import sys, threading, time
+    import os, signal, subprocess, sys, threading, time
     import pytest
     from types import SimpleNamespace
     from test_device_nccl import FakeNccl, FakeProcessGroup, controls, patch
@@ -271,6 +271,13 @@ HELD = """
         print("alive", flush=True)
         device.write_word(world.new_stream(), gate, 1)
         world.run_until_stuck()
+    elif how == "stopped":
+        time.sleep(0.3)
+        subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.3)
+        transport.check()
+        print("alive", flush=True)
     elif how == "closed":
         other.fail("rank 1 stopped: boom")
     elif how == "raised":
@@ -294,6 +301,7 @@ HELD = """
         ("raised", EXIT_STATUS, "raised rank 1 stopped: boom\n", ""),
         ("silent", EXIT_STATUS, "", f"context parallelism: {GAVE_UP}\n"),
         ("busy", EXIT_STATUS, "alive\n", f"context parallelism: {GAVE_UP}\n"),
+        ("stopped", EXIT_STATUS, "alive\n", f"context parallelism: {GAVE_UP}\n"),
         ("all done", 0, "alive\n", ""),
         ("left", 0, "alive\n", ""),
         ("sends last", 0, "sent\n", ""),

@@ -204,9 +204,43 @@ def test_who_stops_after_it_has_come_is_named_too(pair: Pair, monkeypatch: pytes
 def test_a_batch_that_both_send_is_timed_as_one_that_comes(pair: Pair) -> None:
     ticket = pair.transports[0].post(batch(0), pair.streams[0])
     wait(pair, "sent", [ticket])
-    assert pair.transports[0]._fetches == []
     pair.world.run(timeout_s=5.0)
+    assert not pair.transports[0]._page.is_wanted(ticket.number)
     assert message(pair.transports).endswith("after 0.4 s: nothing came from rank 1 (stalled)")
+
+
+def test_a_peer_has_the_time_of_what_it_is_to_send_later(pair: Pair) -> None:
+    """Rank 0 has come to the first batch, which it only sends, and not to the second, which it receives."""
+    zero, stream = pair.transports[0], pair.streams[0]
+    tickets = [zero.post(sends(0, 1), stream)]
+    open_gate = new_gate(pair.world, stream)
+    zero.post(batch(0), stream)
+    wait(pair, "sent", tickets)
+    run_for(pair.world, 2.5 * TIMEOUT_S)
+    open_gate()
+    run_for(pair.world, 0.5 * TIMEOUT_S)
+    zero.check()
+    for one in (sends(1, 1), batch(1)):
+        pair.transports[1].post(one, pair.streams[1])
+    pair.world.run()
+    run_for(pair.world, 0.1)
+    zero.check()
+    assert zero._fetches == []
+
+
+def test_who_stops_between_what_it_sends_and_its_copies_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows have come; its own watch would time what it is to fetch, but its process is stopped."""
+    monkeypatch.setattr(pair.transports[1], "_why_waiting", lambda number: None)
+    pair.world.hold(pair.transports[1]._pull_stream)
+    tickets = [pair.transports[0].post(batch(0), pair.streams[0])]
+    pair.transports[1].post(batch(1), pair.streams[1])
+    wait(pair, "sent", tickets)
+    run_for(pair.world, 1.5 * TIMEOUT_S)
+    pair.transports[0].check()
+    run_for(pair.world, TIMEOUT_S)
+    assert message(pair.transports).endswith("rank 1 has not fetched it (stalled)")
+    pair.world.hold()
+    pair.world.run()
 
 
 def test_a_wait_that_is_over_is_forgotten(pair: Pair) -> None:
@@ -309,3 +343,42 @@ def test_a_rank_that_ends_says_who_has_not_fetched_its_rows(how: str, status: in
     said = "context parallelism: rank 0 of 2: gave up on 'rows' after 0.4 s: rank 1 has not fetched it (stalled)"
     assert (ended.returncode, ended.stdout) == (status, "read\n"), ended.stderr
     assert ended.stderr.splitlines() == ([said] if how == "stalled" else [])
+
+
+STOPS = """
+    import os, signal, subprocess, sys, time
+    from test_device_ipc import Pair, batch
+    from test_device_stall import run_for, sends, wait
+    from paddle_fm3.distributed.transport import TransportError
+
+    how, then = sys.argv[1:]
+    pair = Pair(timeout_s=0.6)
+    posted = [sends(rank, 1) if how == "sends" else batch(rank) for rank in range(2)]
+    ticket = pair.transports[0].post(posted[0], pair.streams[0])
+    wait(pair, "sent", [ticket])
+    run_for(pair.world, 0.1)
+    subprocess.Popen(["sh", "-c", f"sleep 1.5; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    run_for(pair.world, 0.1)
+    pair.transports[0].check()
+    if then == "comes":
+        pair.transports[1].post(posted[1], pair.streams[1])
+    run_for(pair.world, 1.2)
+    try:
+        pair.transports[0].check()
+        print("right", flush=True)
+        pair.close()
+    except TransportError as error:
+        print(error, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("sends", "rank 1 has not fetched it"), ("receives", "nothing came from rank 1")]
+)
+@pytest.mark.parametrize("then", ["comes", "stays away"])
+def test_the_time_in_which_all_processes_are_stopped_does_not_count(how: str, said: str, then: str) -> None:
+    """A job that is suspended and goes on: nobody could have come meanwhile. Whoever does not come then is named."""
+    ended = run_program(STOPS, how, then)
+    wanted = "right" if then == "comes" else f"rank 0 of 2: gave up on 'rows' after 0.6 s: {said} (stalled)"
+    assert (ended.returncode, ended.stdout) == (0, wanted + "\n"), ended.stderr
