@@ -119,6 +119,29 @@ def test_no_cut_before_rows_that_see_nothing(library: ctypes.CDLL) -> None:
         assert row_begins(build(library, with_a_gap(begin, end), 128)) == [600], (begin, end)
 
 
+def test_no_cut_before_rows_that_the_upper_interval_hides(library: ctypes.CDLL) -> None:
+    """As above, of documents whose bounds have two intervals: a gap is the lower one or the upper one."""
+    for (begin, end), row_cuts in (((610, 620), []), ((663, 670), []), ((664, 670), [600]), ((1500, 1600), [600])):
+        for gap in ([begin, end, 0, 600], [0, 600, begin, end]):
+            bounds = np.tile(np.array([600, 2000, 0, 0], np.int32), (2000, 1))
+            bounds[600:] = gap
+            mask = NativeMask.from_bounds(bounds[None, None], False, 2000, None)
+            assert row_begins(build(library, mask, 128)) == row_cuts, gap
+
+
+@pytest.mark.parametrize("third", [1100, 2170, 2200, 2230])
+def test_cuts_stand_apart_where_documents_do_not(library: ctypes.CDLL, third: int) -> None:
+    """Keys that show nothing lie before the third document, so its rows may begin anywhere beside those of the second one.
+    RowPlaces has room for one cut in BLOCK_Q rows."""
+    bounds = np.zeros((3500, 2), np.int32)
+    for keys, begin, end in (((0, 1000), 0, 1000), ((1000, 2200), 2200, 3400), ((2400, 3500), third, third + 1190)):
+        bounds[slice(*keys)] = end, begin
+    lists = build(library, NativeMask.from_bounds(bounds[None, None], False, 3420, None), 128)
+    check_tiles(lists, 3420, 3500, 128)
+    check_places(lists, 3420)
+    assert row_begins(lists) == [2200]
+
+
 def test_rows_behind_short_tiles_see_some_key(library: ctypes.CDLL) -> None:
     draw, num_cuts = np.random.default_rng(7), 0
     for _ in range(40):
