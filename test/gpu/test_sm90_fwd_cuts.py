@@ -102,6 +102,38 @@ def test_a_spoilt_value_reaches_the_rows_that_see_it_and_no_other(
 
 
 @KINDS
+@pytest.mark.parametrize(
+    ("dims", "heads"), [("64", (2, 2)), ("128", (2, 2)), ("128", (4, 1)), ("256", (2, 2))], ids=str
+)
+def test_what_rows_behind_a_short_tile_see_reaches_no_other(
+    sm90: Sm90, dims: str, heads: tuple[int, int], is_causal: bool
+) -> None:
+    """They see keys of their step that nobody else does, and may be NaN themselves."""
+    plain = documents_case(is_causal, heads, HEADS[dims])
+    bounds = plain.build_mask().startend_row_indices
+    assert bounds is not None
+    bounds[:, :, 11::97] = 0 if is_causal else 5000  # these keys nobody sees
+    case = replace(plain, build_mask=lambda: RawMask(bounds, is_causal))
+    inputs, mask = make_inputs(case, torch.bfloat16)
+    schedule = sm90.build_schedule(mask)
+    assert schedule[:64].view(torch.int32)[8] > 0, "no tile begins at a document"
+    clean, clean_lse = sm90.forward(inputs.q, inputs.k, inputs.v, mask, schedule=schedule)
+    check_forward(case.name, inputs, mask, (clean, clean_lse))
+    spoilt_rows = torch.arange(5000, device="cuda") % 7 == 3
+    for first, value in enumerate((float("nan"), float("inf"), float("-inf"), 3e38)):
+        inputs.k[:, 11 + 97 * first :: 4 * 97] = value
+    for has_spoilt_rows in (False, True):
+        if has_spoilt_rows:
+            inputs.q[:, spoilt_rows] = float("nan")
+        kept = ~spoilt_rows if has_spoilt_rows else torch.ones_like(spoilt_rows)
+        out, lse = sm90.forward(inputs.q, inputs.k, inputs.v, mask, schedule=schedule)
+        assert bool(out[:, kept].isfinite().all()), has_spoilt_rows
+        difference = (out[:, kept].float() - clean[:, kept].float()).norm()
+        assert difference <= 5e-3 * clean[:, kept].float().norm(), has_spoilt_rows
+        assert torch.allclose(lse[..., kept], clean_lse[..., kept], rtol=0, atol=1e-3), has_spoilt_rows
+
+
+@KINDS
 def test_local_tiles_come_first_and_nothing_else_changes(sm90: Sm90, is_causal: bool) -> None:
     """Where lists have entries without a tile, too."""
     case = documents_case(is_causal, (4, 2), (128, 128))
