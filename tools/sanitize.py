@@ -10,7 +10,7 @@
 
 It does not where one lane arrives at an mbarrier for its warp. For racecheck build the library with
 -DCMAKE_CUDA_FLAGS=-DFM3_ALL_LANES_ARRIVE (ops/cuda/ptx.cuh), into a folder that FM3_LIB_DIR names. Masks as small
-as these have short key tiles in the backward if -DFM3_CUT_ALL_SIZES is there, for CUDA and C++.
+as these have tiles that begin at documents, in both directions, if -DFM3_CUT_ALL_SIZES is there, for CUDA and C++.
 
 Needs a Hopper GPU, libfm3_sm90.so, NumPy, ml_dtypes and compute-sanitizer; no framework. Outputs are compared with
 the fp64 oracle too. The exit status is 1 if a tool found something, a result was wrong or a run did not end.

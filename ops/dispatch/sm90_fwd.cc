@@ -63,7 +63,7 @@ std::string check_served(const FwdParams& params) {
            std::to_string(kMaxKeyCols);
   }
   const int64_t num_tiles = int64_t{shape.b} * shape.h_q * ((shape.s_q + kTileQ - 1) / kTileQ);
-  if (num_tiles > INT32_MAX / 16) {  // the lists have room for some more
+  if (num_tiles > INT32_MAX / 16) {  // lists have room for up to twice as many
     return "b * h_q * ceil(s_q / 128)=" + std::to_string(num_tiles) +
            "; sm90 serves fewer than 2^27";
   }

@@ -29,7 +29,7 @@ FM3_HOST_DEVICE bool is_border(const Interval& before, const Interval& own) {
 }
 
 constexpr int kCutThreads = 1024, kCutWarps = kCutThreads / 32;
-constexpr int32_t kMostBorders = 1024;  // looked at; tiles behind them stay on the grid
+constexpr int32_t kMostBorders = 1024;  // looked at; what is behind them counts as one document
 constexpr int32_t kBorderCols =
     128;  // on either side of a border that is cut: none shows rows of both
 

@@ -193,7 +193,7 @@ class Loader {
   // Because:    rank 0 sends only claims of tiles that are there, one for each that rank 1 asks for, and does nothing else
   //             until it has one to send: while rank 1 waits it copies nothing, and rank 0 could go on for two steps only.
   // Breaks if:  rank 0 goes on with its steps in between, or sends what it passes over.
-  // Tested by:  test/gpu/test_sm90_fwd_cuts.py
+  // Tested by:  test/unit/test_sm90_fwd_claims.py (a model), test/gpu/test_sm90_fwd_cuts.py
   __device__ __forceinline__ void pass_over_gaps() {
     const SpanLists& lists = team_lists<Config>(args_);
     while (true) {

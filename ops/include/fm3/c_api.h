@@ -2,8 +2,8 @@
 // The C ABI of every compiled backend: what the framework binding, ctypes and the benchmarks call.
 // Names are fm3_<backend>_<what>, backend in {cpu, sm90}. Every call returns fm3::Status as int32;
 // the message of the last failure on the calling thread is fm3_<backend>_last_error().
-// *_workspace_bytes looks at sizes, dtype and flags only, never through a data pointer; -1 means that
-// the backend does not serve such a call, and last_error says why and what would.
+// *_workspace_bytes and *_schedule_bytes look at sizes, dtype, flags and whether there is a block_mask, never through a
+// data pointer; -1 means that the backend does not serve such a call, and last_error says why and what would.
 #pragma once
 
 #include <cstdint>
