@@ -45,6 +45,7 @@ _TICK_S = 0.02
 _CALL_FACTOR = 2654435761  # spreads the numbers of calls over 32 bits
 _callers: dict[str, set[int]] = {}  # by GPU: streams of this process on which attention was called that waits for rows
 _FAR = 1 << 30  # a released word is so far ahead that no wait to come is behind it
+MOST_BATCHES = 0xFFFFFFFF - _FAR  # a word of the page has 32 bits: of 1,000 batches a second 37 days
 
 
 @dataclass(eq=False)
@@ -350,6 +351,10 @@ class IpcTransport(DeviceTransport):
             raise TransportError(failure)
         if self._is_closed.is_set():
             raise TransportError("the transport is closed")
+        if self._num_posts >= MOST_BATCHES:
+            raise TransportError(
+                f"{self._num_posts} batches were posted, as many as the page's words number; start the processes again"
+            )
 
     def fail(self, reason: str) -> None:
         self._end(f"rank {self.rank} of {self.num_ranks} stopped: {reason}")

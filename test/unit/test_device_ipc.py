@@ -18,7 +18,7 @@ from test_device_execute import check, make_inputs
 from paddle_fm3.distributed.device import DeviceError
 from paddle_fm3.distributed.device_execute import DeviceAttention
 from paddle_fm3.distributed.device_held import EXIT_STATUS
-from paddle_fm3.distributed.device_ipc import IpcTransport
+from paddle_fm3.distributed.device_ipc import MOST_BATCHES, IpcTransport
 from paddle_fm3.distributed.device_page import NOTE_SCALE, NUM_READY_WORDS, SignalPage
 from paddle_fm3.distributed.device_transport import Batch, DeviceTransport, Piece
 from paddle_fm3.distributed.device_work import DeviceWork
@@ -311,6 +311,15 @@ def test_a_closed_transport_refuses(pair: Pair) -> None:
     pair.transports[0].close()
     with pytest.raises(TransportError, match="is closed"):
         pair.transports[0].post(batch(0), pair.streams[0])
+
+
+def test_batches_beyond_what_words_number_are_refused(pair: Pair) -> None:
+    zero, page = pair.transports[0], pair.transports[0]._page
+    zero._num_posts = MOST_BATCHES
+    with pytest.raises(TransportError, match=f"^{MOST_BATCHES} batches were posted, .* start the processes again$"):
+        zero.post(batch(0), pair.streams[0])
+    zero.fail("enough")
+    assert MOST_BATCHES < page.word(page.come_offset(1)) <= 0xFFFFFFFF
 
 
 def test_a_silent_rank_is_named_in_time() -> None:

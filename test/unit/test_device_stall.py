@@ -187,12 +187,17 @@ def test_who_waits_for_another_rank_is_not_blamed() -> None:
         trio.close()
 
 
-def test_who_stops_after_it_has_come_is_named_too(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair.transports[1], "_why_waiting", lambda number: None)  # its process is stopped
+@pytest.mark.parametrize("is_two_way", [False, True], ids=["one way", "both ways"])
+def test_who_stops_before_its_own_copies_is_named(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, is_two_way: bool
+) -> None:
+    """It has come to the batch, and both ways its rows have, too. Its own watch would time what it is to fetch, but its
+    process is stopped."""
+    monkeypatch.setattr(pair.transports[1], "_why_waiting", lambda number: None)
     pair.world.hold(pair.transports[1]._pull_stream)
-    ticket = pair.transports[0].post(sends(0, 1), pair.streams[0])
+    batches = (batch(0), batch(1)) if is_two_way else (sends(0, 1), sends(1, 1))
+    ticket, _ = (pair.transports[rank].post(batches[rank], pair.streams[rank]) for rank in (0, 1))
     wait(pair, "sent", [ticket])
-    pair.transports[1].post(sends(1, 1), pair.streams[1])
     run_for(pair.world, 1.5 * TIMEOUT_S)
     pair.transports[0].check()
     run_for(pair.world, TIMEOUT_S)
@@ -226,21 +231,6 @@ def test_a_peer_has_the_time_of_what_it_is_to_send_later(pair: Pair) -> None:
     run_for(pair.world, 0.1)
     zero.check()
     assert zero._fetches == []
-
-
-def test_who_stops_between_what_it_sends_and_its_copies_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows have come; its own watch would time what it is to fetch, but its process is stopped."""
-    monkeypatch.setattr(pair.transports[1], "_why_waiting", lambda number: None)
-    pair.world.hold(pair.transports[1]._pull_stream)
-    tickets = [pair.transports[0].post(batch(0), pair.streams[0])]
-    pair.transports[1].post(batch(1), pair.streams[1])
-    wait(pair, "sent", tickets)
-    run_for(pair.world, 1.5 * TIMEOUT_S)
-    pair.transports[0].check()
-    run_for(pair.world, TIMEOUT_S)
-    assert message(pair.transports).endswith("rank 1 has not fetched it (stalled)")
-    pair.world.hold()
-    pair.world.run()
 
 
 def test_a_wait_that_is_over_is_forgotten(pair: Pair) -> None:
