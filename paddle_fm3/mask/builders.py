@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,16 +21,17 @@ Documents = Sequence[int] | Sequence[Sequence[int]]
 
 def full(s_q: int, s_k: int | None = None, *, b: int = 1) -> ColumnMask:
     """Every row sees every key."""
-    return _filled(s_q, s_q if s_k is None else s_k, b, is_causal=False)
+    return _filled("full", s_q, s_q if s_k is None else s_k, b, is_causal=False)
 
 
 def causal(s_q: int, s_k: int | None = None, *, b: int = 1) -> ColumnMask:
     """Row q sees key k iff k <= q + (s_k - s_q)."""
-    return _filled(s_q, s_q if s_k is None else s_k, b, is_causal=True)
+    return _filled("causal", s_q, s_q if s_k is None else s_k, b, is_causal=True)
 
 
 def sliding_window(s: int, window: int, *, b: int = 1) -> ColumnMask:
     """Causal; row q sees the `window` keys (q - window, q], itself included."""
+    _check_whole("sliding_window", s=s, window=window)
     _check(window >= 1, "sliding_window", f"window={window} must be >= 1")
     return _lower(np.broadcast_to(_arange(s) + window, (b, s)), s)
 
@@ -43,7 +45,8 @@ def from_window_size(
     [q - left, q + right]. Where s_k != s_q the window is shifted by s_k - s_q, as the causal rule is. (Paddle
     takes s_q = s_k for granted.)
     """
-    left, right = (window_size, window_size) if isinstance(window_size, int) else window_size
+    left, right = window_size if isinstance(window_size, tuple | list) else (window_size, window_size)
+    _check_whole("from_window_size", left=left, right=right)
     _check(left >= 0 and right >= 0, "from_window_size", f"window_size={window_size} must not be negative")
     s_k = s_q if s_k is None else s_k
     column = np.broadcast_to(_arange(s_k) - (s_k - s_q), (b, 1, s_k))  # the row on the key's diagonal
@@ -77,6 +80,8 @@ def share_question(groups: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[
         groups: lengths ``[question, answer, answer, ...]`` of each group packed into a sequence, or a batch
             of such lists.
     """
+    is_nested = len(groups) == 0 or hasattr(groups[0], "__len__")
+    _check(is_nested, "share_question", f"groups {groups} must hold a list [question, answer, ...] for each group")
     batch: Any = groups if groups and isinstance(groups[0][0], Sequence) else [groups]
     rows = []
     for sample in batch:
@@ -88,7 +93,7 @@ def share_question(groups: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[
                 "share_question",
                 f"group {list(group)} needs lengths >= 0",
             )
-            part_ends = begin + np.cumsum(group)  # [1 + answers]
+            part_ends = begin + np.cumsum(_lengths("share_question", "group", group))  # [1 + answers]
             part_ends[0] = begin = int(part_ends[-1])  # the question stays visible to the end of its group
             ends.append(np.repeat(part_ends, group))
         rows.append(np.concatenate(ends or [np.empty(0, np.int64)]))
@@ -98,6 +103,7 @@ def share_question(groups: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[
 
 def global_sliding_window(s: int, num_global: int, left: int, right: int, *, b: int = 1) -> ColumnMask:
     """Row q sees key k iff k < num_global, or q < num_global, or -right <= q - k <= left."""
+    _check_whole("global_sliding_window", s=s, num_global=num_global, left=left, right=right)
     _check(
         min(num_global, left, right) >= 0,
         "global_sliding_window",
@@ -129,10 +135,11 @@ def prefix_lm_document(documents: Documents, prefixes: Documents) -> ColumnMask:
     begin, end = _document_bounds("prefix_lm_document", documents, None, joins_tail=False)
     ut_end = np.empty(begin.shape, np.int64)
     for b_idx, (lengths, prefix) in enumerate(zip(_batched(documents), _batched(prefixes), strict=True)):
+        prefix = _lengths("prefix_lm_document", "prefixes", prefix).tolist()
         _check(
             len(lengths) == len(prefix) and all(0 <= p <= n for p, n in zip(prefix, lengths, strict=False)),
             "prefix_lm_document",
-            f"prefixes {list(prefix)} of sample {b_idx} must be one a document, each within {list(lengths)}",
+            f"prefixes {prefix} of sample {b_idx} must be one a document, each within {list(lengths)}",
         )
         column = _arange(begin.shape[1])
         is_prefix = column - begin[b_idx] < np.repeat(np.asarray(prefix, np.int64), lengths)
@@ -142,6 +149,7 @@ def prefix_lm_document(documents: Documents, prefixes: Documents) -> ColumnMask:
 
 def prefix_lm_causal(s: int, prefix: int, *, b: int = 1) -> ColumnMask:
     """Causal, except that the first `prefix` keys are visible to every row."""
+    _check_whole("prefix_lm_causal", s=s, prefix=prefix)
     column = _arange(s)
     ut_end = np.broadcast_to(np.where(column < prefix, 0, column), (b, s))
     return _outer(np.full((b, s), s), ut_end, s)
@@ -149,6 +157,7 @@ def prefix_lm_causal(s: int, prefix: int, *, b: int = 1) -> ColumnMask:
 
 def qk_sparse(s: int, dropped: Sequence[tuple[int, int]], *, b: int = 1) -> ColumnMask:
     """Causal; a key of a dropped range (begin, end) is hidden from every row before `end`, not after."""
+    _check_whole("qk_sparse", s=s)
     lt_begin = np.zeros(s, np.int64)
     lt_end = np.zeros(s, np.int64)
     for begin, end in dropped:
@@ -162,17 +171,21 @@ def eviction(evict_row: ArrayLike) -> ColumnMask:
     """Causal; key k is hidden from row ``evict_row[b, h_mask, k]`` on (a KV cache that drops keys)."""
     evict_row = np.asarray(evict_row)
     _check(evict_row.ndim == 3, "eviction", f"evict_row.shape is {evict_row.shape}; expected [b, h_mask, s]")
+    is_integral = np.issubdtype(evict_row.dtype, np.integer)
+    _check(is_integral, "eviction", f"evict_row.dtype is {evict_row.dtype}; expected integers")
     return _lower(evict_row, evict_row.shape[2])
 
 
 def random_eviction(s: int, *, seed: int, first_row: int = 0, b: int = 1, h_mask: int = 1) -> ColumnMask:
     """`eviction` with rows uniform in ``[max(k + 1, first_row), s]``: every row still sees itself."""
+    _check_whole("random_eviction", s=s, first_row=first_row)
     low = np.maximum(_arange(s) + 1, first_row)
     return eviction(np.random.default_rng(seed).integers(low, s + 1, (b, h_mask, s)))
 
 
 def causal_document_sliding_window(documents: Documents, window: int) -> ColumnMask:
     """Causal inside each document, and row q sees at most the `window` keys (q - window, q]."""
+    _check_whole("causal_document_sliding_window", window=window)
     _check(window >= 1, "causal_document_sliding_window", f"window={window} must be >= 1")
     _, end = _document_bounds("causal_document_sliding_window", documents, None, joins_tail=True)
     return _lower(np.minimum(end, _arange(end.shape[1]) + window), end.shape[1])
@@ -258,6 +271,16 @@ def _check(is_fine: bool, builder: str, message: str) -> None:
         raise ValueError(f"{builder}: {message}")
 
 
+def _check_whole(builder: str, **sizes: Any) -> None:
+    """Each an integer: numpy would take 2.5 for a window, and keep 2 of it; and none below 0 where it is a length."""
+    for name, size in sizes.items():
+        try:
+            operator.index(size)
+        except TypeError:
+            raise ValueError(f"{builder}: {name}={size!r} must be an integer") from None
+        _check(name not in ("s", "s_q", "s_k", "b") or size >= 0, builder, f"{name}={size} must be >= 0")
+
+
 def _arange(s: int) -> NDArray[np.int64]:
     return np.arange(s, dtype=np.int64)
 
@@ -286,15 +309,25 @@ def _both(bounds: Sequence[NDArray[Any]], s_q: int) -> ColumnMask:
     return _from(bounds, s_q, is_causal=False)
 
 
-def _filled(s_q: int, s_k: int, b: int, *, is_causal: bool) -> ColumnMask:
+def _filled(builder: str, s_q: int, s_k: int, b: int, *, is_causal: bool) -> ColumnMask:
+    _check_whole(builder, s_q=s_q, s_k=s_k, b=b)
     empty, zeros = np.full((b, 1, s_k), s_q, np.int32), np.zeros((b, 1, s_k), np.int32)
     return ColumnMask(empty, empty, zeros, zeros, s_q=s_q, is_causal=is_causal)
 
 
 def _batched(documents: Documents) -> Sequence[Sequence[int]]:
-    if len(documents) and not isinstance(documents[0], int | np.integer):
+    if len(documents) and np.ndim(documents[0]) > 0:
         return documents  # type: ignore[return-value]
     return [documents]  # type: ignore[list-item]
+
+
+def _lengths(builder: str, what: str, lengths: Any) -> NDArray[np.int64]:
+    """A list, array or tensor of token counts; floats are refused, since a mask of their whole parts is another one."""
+    sizes = np.asarray(lengths)
+    is_integral = sizes.size == 0 or np.issubdtype(sizes.dtype, np.integer)
+    _check(sizes.ndim == 1 and is_integral, builder, f"{what} {sizes.tolist()} must be integers, one a document")
+    _check(bool((sizes >= 0).all()), builder, f"{what} {sizes.tolist()} must be >= 0")
+    return sizes.astype(np.int64)
 
 
 def _stacked(builder: str, rows: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
@@ -312,9 +345,10 @@ def _document_bounds(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Begin and end of the document of each column, ``[b, s]`` each."""
     begins, ends = [], []
+    is_list = np.ndim(documents) > 0 if hasattr(documents, "ndim") else hasattr(documents, "__len__")
+    _check(is_list and not isinstance(documents, str), builder, f"documents={documents!r} must be a list of token counts")
     for lengths in _batched(documents):
-        sizes = np.asarray(lengths, np.int64)
-        _check(bool((sizes >= 0).all()), builder, f"document lengths {list(lengths)} must be >= 0")
+        sizes = _lengths(builder, "document lengths", lengths)
         tail = 0 if s is None else s - int(sizes.sum())
         _check(tail >= 0, builder, f"document lengths sum to {int(sizes.sum())}, more than s={s}")
         if tail and (not joins_tail or not len(sizes)):

@@ -108,9 +108,12 @@ def from_padding(
     """
     if side not in ("right", "left"):
         raise ValueError(f"from_padding: side={side!r} must be 'right' or 'left'")
-    lengths = np.asarray(valid_lengths, np.int64).reshape(-1, 1)  # [b, 1]
+    lengths = np.asarray(valid_lengths).reshape(-1, 1)  # [b, 1]
+    if lengths.size and not np.issubdtype(lengths.dtype, np.integer):
+        raise ValueError(f"from_padding: valid_lengths={lengths.ravel().tolist()} must be integers")
+    lengths = lengths.astype(np.int64)
     if (lengths < 0).any() or (lengths > s).any():
-        raise ValueError(f"from_padding: valid_lengths={list(valid_lengths)} must each be in [0, {s}]")
+        raise ValueError(f"from_padding: valid_lengths={lengths.ravel().tolist()} must each be in [0, {s}]")
     begin = np.zeros_like(lengths) if side == "right" else s - lengths
     return _from_valid_range(begin, begin + lengths, s, is_causal=is_causal, hides_rows=hides_rows)
 

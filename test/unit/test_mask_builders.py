@@ -218,8 +218,35 @@ def test_block_sparse():
             "both q_position and k_position",
         ),
         (lambda: masks.key_padding([1, 0]), r"shape is \(2,\)"),
+        # Floats, of which a conversion to integers would make another mask.
+        (lambda: masks.causal_document([4.5, 3]), r"document lengths \[4.5, 3.0\] must be integers"),
+        (lambda: masks.document([[4.5, 3.5]]), r"document lengths \[4.5, 3.5\] must be integers"),
+        (lambda: masks.prefix_lm_document([[4, 4]], [[1.5, 2]]), r"prefixes \[1.5, 2.0\] must be integers"),
+        (lambda: masks.share_question([[4.5, 3]]), r"group \[4.5, 3.0\] must be integers"),
+        (lambda: masks.eviction(np.full((1, 1, 3), 2.5)), "dtype is float64; expected integers"),
+        (lambda: masks.from_padding([2.5], 8), r"valid_lengths=\[2.5\] must be integers"),
+        (lambda: masks.sliding_window(8, 2.5), "window=2.5 must be an integer"),
+        (lambda: masks.sliding_window(1e3, 2), "s=1000.0 must be an integer"),
+        (lambda: masks.causal_document_sliding_window([8], 2.5), "window=2.5 must be an integer"),
+        (lambda: masks.from_window_size((2.5, 1), s_q=8, is_causal=True), "left=2.5 must be an integer"),
+        (lambda: masks.global_sliding_window(8, 1.5, 1, 1), "num_global=1.5 must be an integer"),
+        (lambda: masks.prefix_lm_causal(8, 2.5), "prefix=2.5 must be an integer"),
+        (lambda: masks.qk_sparse(8.0, []), "s=8.0 must be an integer"),
+        (lambda: masks.random_eviction(8, seed=0, first_row=1.5), "first_row=1.5 must be an integer"),
+        (lambda: masks.full(8.0), "full: s_q=8.0 must be an integer"),
+        (lambda: masks.causal(-3), "causal: s_q=-3 must be >= 0"),
+        (lambda: masks.causal_document(7), "documents=7 must be a list of token counts"),
+        (lambda: masks.causal_document("3, 4"), "documents='3, 4' must be a list of token counts"),
+        (lambda: masks.share_question([4, 2]), r"groups \[4, 2\] must hold a list \[question, answer, ...\]"),
     ],
 )
 def test_bad_arguments_are_named(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_lengths_come_as_arrays_and_tensors_too():
+    paddle = pytest.importorskip("paddle")
+    for kind in (np.array, paddle.to_tensor):
+        assert masks.causal_document(kind([3, 5])) == masks.causal_document([3, 5])
+        assert masks.causal_document(kind([[3, 5], [1, 7]])) == masks.causal_document([[3, 5], [1, 7]])
