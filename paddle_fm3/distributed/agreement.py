@@ -92,12 +92,14 @@ def check_lengths(records: list[Record], partition: Partition) -> bool:
 
 def check_whole_masks(records: list[Record], strategy: str) -> None:
     """Raises the same ValueError on every rank unless each brought all key columns: the mask decides the cut."""
-    s = sum(record["s_local"] for record in records)
+    rows = [record["s_local"] for record in records]
+    s = sum(rows)
     columns = [record["s_bounds"] for record in records]
     if any(count not in (None, s) for count in columns):
         raise ValueError(
             f"flashmask_cp_attention: startend_row_indices has {columns} key columns by rank; strategy={strategy!r} "
-            f"plans from the whole mask: pass all s={s} on every rank, or plan=plan_attention(...)"
+            f"plans from the whole mask: pass all s={s} on every rank (local rows by rank are {rows}, together {s}), "
+            "or plan=plan_attention(...)"
         )
 
 
