@@ -106,7 +106,10 @@ def operator_checks(seconds: float, device: str | None) -> list[Check]:
     device = device or paddle.device.get_device().partition(":")[0]
     dtype = "float32" if device == "cpu" else "bfloat16"
     if device != "cpu":
-        paddle.device.set_device(device)
+        try:
+            paddle.device.set_device(device)
+        except (ValueError, RuntimeError, OSError) as error:  # this Paddle is built for CPUs only, or finds no GPU
+            return [Check(f"operator on {device}", "fail", " ".join(str(error).split())[:300])]
     chosen = [
         case for case in cases.HOSTILE_CASES if device == "cpu" or (case.d_qk, case.d_v) in ((64, 64), (128, 128))
     ]

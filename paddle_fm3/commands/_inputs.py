@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from paddle_fm3.mask import builders, converters
-from paddle_fm3.mask.column_mask import ColumnMask
+from paddle_fm3.mask.column_mask import MAX_LENGTH, ColumnMask
 
 # Builders whose parameters can be typed: numbers and lists of numbers.
 PATTERNS: dict[str, Callable[..., ColumnMask]] = {
@@ -118,6 +118,8 @@ def documents_mask(sequences: list[list[Any]], kind: str, s: int | None = None) 
     """
     totals = [sum(sum(x) if isinstance(x, list) else x for x in sequence) for sequence in sequences]
     s = max(totals) if s is None else s
+    if s > MAX_LENGTH:
+        raise InputError(f"a sequence of {s} tokens is longer than {MAX_LENGTH}")
     if max(totals) > s:
         raise InputError(f"a sequence holds {max(totals)} tokens; --s {s} is too short")
     filled = []
@@ -200,7 +202,10 @@ def _pattern_mask(name: str, settings: list[str]) -> ColumnMask:
     except TypeError as error:
         known = ", ".join(str(p.replace(annotation=p.empty)) for p in signature.parameters.values())
         raise InputError(f"--pattern {name}: {error}; parameters: {known}") from None
-    return PATTERNS[name](**values)
+    try:
+        return PATTERNS[name](**values)
+    except TypeError as error:  # a list where a number belongs, a string in a list
+        raise InputError(f"--pattern {name} with {values}: {error}") from error
 
 
 def _case_mask(name: str) -> ColumnMask:

@@ -168,8 +168,11 @@ def setting_from_arguments(arguments: argparse.Namespace) -> Setting:
         cp = scenario.layout.context_parallel_degree
     if cp is None:
         raise _inputs.InputError("give --config, or --cp and a mask")
-    if cp < 1:
-        raise _inputs.InputError(f"--cp {cp} must be >= 1")
+    for option, value in (("cp", cp), ("gpus-per-node", arguments.gpus_per_node), ("layers", arguments.layers)):
+        if value is not None and value < 1:
+            raise _inputs.InputError(f"--{option} {value} must be >= 1")
+    if arguments.other_tflops is not None and not arguments.other_tflops > 0:
+        raise _inputs.InputError(f"--other-tflops {arguments.other_tflops} must be > 0")
     per_node = arguments.gpus_per_node or (scenario.layout.gpus_per_node if scenario else 8)
     strategies = dict.fromkeys((BASELINE, *(arguments.strategy or DEFAULT_STRATEGIES)))
     return Setting(

@@ -48,7 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     print(json.dumps(summary(scenario)) if arguments.json else _text(arguments.name, scenario))
     if arguments.write:
-        written = write_run(scenario, arguments.write)
+        try:
+            written = write_run(scenario, arguments.write)
+        except OSError as error:
+            print(f"config: --write: {error}", file=sys.stderr)
+            return 2
         print("wrote " + ", ".join(map(str, written)), file=sys.stderr)
     return 0
 

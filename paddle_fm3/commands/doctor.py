@@ -52,6 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.script:
         print(RANK_SCRIPT)
         return 0
+    wrong = _wrong_argument(arguments)
+    if wrong:
+        print(f"doctor: {wrong}", file=sys.stderr)
+        return 2
     if arguments.ranks is not None and arguments.ranks > 1:
         return _launch(arguments)
     found = checks.version_checks() + checks.library_checks()
@@ -68,6 +72,17 @@ def run(arguments: argparse.Namespace) -> int:
         report = f"{checks.REPORT_BEGIN}\n{report}\n{checks.REPORT_END}"
     print(report, flush=True)
     return _status(found)
+
+
+def _wrong_argument(arguments: argparse.Namespace) -> str:
+    """What would be asked for and not be checked, or "". Under a launcher the ranks find it together."""
+    if arguments.ranks is not None and arguments.ranks < 1:
+        return f"--ranks {arguments.ranks} must be >= 1"
+    num_ranks = max(arguments.ranks or 1, checks.num_launched_ranks())
+    for name in ("cp", "config"):
+        if num_ranks == 1 and getattr(arguments, name) not in (None, 1):
+            return f"--{name} {getattr(arguments, name)} is for several ranks; start them by --ranks N or a launcher"
+    return ""
 
 
 def _status(found: list[Check]) -> int:

@@ -34,6 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    for name in ("rows", "columns"):
+        if getattr(arguments, name) < 1:
+            print(f"mask: --{name} {getattr(arguments, name)} must be >= 1", file=sys.stderr)
+            return 2
+    if arguments.png and not arguments.png.lower().endswith(".png"):
+        print(f"mask: --png {arguments.png} must end in .png", file=sys.stderr)
+        return 2
     try:
         mask = _inputs.mask_from_arguments(arguments)
     except _inputs.InputError as error:
@@ -46,7 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 1 if is_answer else 2
     report = explain.explain(mask, picture_rows=arguments.rows, picture_columns=arguments.columns)
     if arguments.png:
-        viz.save_mask(mask, arguments.png, title=report.kind)
+        try:
+            viz.save_mask(mask, arguments.png, title=report.kind)
+        except OSError as error:
+            print(f"mask: --png: {error}", file=sys.stderr)
+            return 2
     if arguments.json:
         content = {"is_representable": True, "kind": report.kind, "content_hash": mask.content_hash()}
         print(json.dumps({**content, **dataclasses.asdict(report)}))

@@ -50,15 +50,15 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         setting: Setting = setting_from_arguments(arguments)
         comparison = compare(setting)
-    except (_inputs.InputError, ValueError, FileNotFoundError) as error:
+        if arguments.html or arguments.trace:
+            from paddle_fm3.commands import _plan_report
+
+            if arguments.html:
+                _plan_report.write_html(comparison, arguments.html)
+            if arguments.trace:
+                _plan_report.write_trace(comparison, arguments.trace)
+    except (ValueError, OSError) as error:  # an InputError is a ValueError
         print(f"plan: {error}", file=sys.stderr)
         return 2
-    if arguments.html or arguments.trace:
-        from paddle_fm3.commands import _plan_report
-
-        if arguments.html:
-            _plan_report.write_html(comparison, arguments.html)
-        if arguments.trace:
-            _plan_report.write_trace(comparison, arguments.trace)
     print(json.dumps(comparison.as_dict()) if arguments.json else text_report(comparison))
     return 0

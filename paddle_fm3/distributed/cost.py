@@ -21,7 +21,7 @@ class Link:
     latency_us: float
 
     def __post_init__(self) -> None:
-        if self.gb_per_s <= 0 or self.latency_us < 0:
+        if not (self.gb_per_s > 0 and self.latency_us >= 0):  # so that NaN is refused
             raise ValueError(f"Link: gb_per_s={self.gb_per_s} must be > 0 and latency_us={self.latency_us} >= 0")
 
     def us_per_row(self, row_bytes: int) -> float:
@@ -57,8 +57,9 @@ class CostModel:
     def __post_init__(self) -> None:
         if self.h_q < 1 or self.h_kv < 1 or self.h_q % self.h_kv:
             raise ValueError(f"CostModel: h_kv={self.h_kv} must divide h_q={self.h_q}")
-        if min(self.fwd_tflops, self.bwd_tflops, self.partial_tile_cost) <= 0:
-            raise ValueError(f"CostModel: rates and partial_tile_cost must be > 0: {self}")
+        for name in ("d", "fwd_tflops", "bwd_tflops", "partial_tile_cost"):
+            if not getattr(self, name) > 0:  # so that NaN is refused
+                raise ValueError(f"CostModel: {name}={getattr(self, name)} must be > 0")
 
     @classmethod
     def from_records(cls, records: Iterable[Mapping[str, Any]], **fields: Any) -> CostModel:

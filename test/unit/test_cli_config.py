@@ -73,7 +73,12 @@ def test_the_expert_topology_keeps_degrees_out_of_the_trainer_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"), [(["nothing"], "no config 'nothing'"), (["--write", "x"], "--write needs the name")]
+    ("argv", "message"),
+    [
+        (["nothing"], "no config 'nothing'"),
+        (["--write", "x"], "--write needs the name"),
+        (["moe_tiny_cpu", "--write", "/dev/null/x"], "--write: [Errno"),
+    ],
 )
 def test_wrong_arguments_are_explained(capsys, argv, message):
     assert main(["config", *argv]) == 2

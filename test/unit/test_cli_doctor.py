@@ -77,6 +77,31 @@ def test_missing_libraries_fail_and_say_how_to_build(tmp_path):
     assert "make build" in shown.stdout
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--ranks", "0"], "--ranks 0 must be >= 1"),
+        (["--cp", "3"], "--cp 3 is for several ranks; start them by --ranks N or a launcher"),
+        (["--config", "nothing"], "--config nothing is for several ranks"),
+    ],
+)
+def test_what_would_not_be_checked_is_refused(capsys, argv, message):
+    assert main(["doctor", "--seconds", "0", *argv]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.out == ""
+
+
+def test_a_device_that_this_paddle_lacks_is_a_failed_check(monkeypatch, capsys):
+    def refuse(device):
+        raise ValueError(f"The device should not be {device!r}, since\nPaddlePaddle is not compiled with CUDA")
+
+    monkeypatch.setattr("paddle.device.set_device", refuse)
+    assert main(["doctor", "--seconds", "0", "--device", "gpu"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("FAIL operator on gpu ") and "not compiled with CUDA" in line for line in lines)
+    assert lines[-1] == "FAILED: operator on gpu"
+
+
 def test_one_failure_makes_the_exit_status(monkeypatch, capsys):
     monkeypatch.setattr(checks, "library_checks", lambda: [checks.Check("fm3_op", "fail", "gone")])
     assert main(["doctor", "--seconds", "0", "--device", "cpu"]) == 1

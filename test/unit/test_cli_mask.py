@@ -146,6 +146,13 @@ def test_text_report_has_the_picture_and_the_png_is_written(capsys, tmp_path):
         (["--documents", "300", "--causal"], "--causal belongs to --bounds"),
         (["--file", "nowhere.txt"], "no file nowhere.txt"),
         (["--dense", "nowhere.npy"], "no file nowhere.npy"),
+        (["--documents", "3", "--rows", "0"], "--rows 0 must be >= 1"),
+        (["--documents", "3", "--columns", "-1"], "--columns -1 must be >= 1"),
+        (["--documents", "3", "--png", "mask.txt"], "--png mask.txt must end in .png"),
+        (["--documents", "3", "--png", "/dev/null/mask.png"], "--png: [Errno"),
+        (["--documents", "9999999999,4"], "a sequence of 10000000003 tokens is longer than 2147483392"),
+        (["--pattern", "sliding_window", "--set", "s=1e3", "--set", "window=2"], "s=1000.0 must be an integer"),
+        (["--pattern", "qk_sparse", "--set", "s=8", "--set", "dropped=[3]"], "--pattern qk_sparse with {'s': 8"),
     ],
 )
 def test_a_wrong_argument_is_explained(capsys, argv, message):

@@ -153,6 +153,15 @@ def test_a_config_with_windows_is_not_planned_as_if_it_had_none(capsys, tmp_path
             "context parallelism needs s_q = s_k",
         ),
         (["--cp", "2", "--documents", "4096", "--h-kv", "7"], "h_kv=7 must divide"),
+        (["--cp", "2", "--documents", "4096", "--d", "0"], "d=0 must be > 0"),
+        (["--cp", "2", "--documents", "4096", "--layers", "0"], "--layers 0 must be >= 1"),
+        (["--cp", "2", "--documents", "4096", "--gpus-per-node", "0"], "--gpus-per-node 0 must be >= 1"),
+        (["--cp", "2", "--documents", "4096", "--fwd-tflops", "nan"], "fwd_tflops=nan must be > 0"),
+        (["--cp", "2", "--documents", "4096", "--bwd-tflops", "-1"], "bwd_tflops=-1.0 must be > 0"),
+        (["--cp", "2", "--documents", "4096", "--other-tflops", "0"], "--other-tflops 0.0 must be > 0"),
+        (["--cp", "2", "--documents", "4096", "--slow-gb-per-s", "nan"], "gb_per_s=nan must be > 0"),
+        (["--cp", "2", "--documents", "4096", "--html", "/"], "Is a directory: '/'"),
+        (["--cp", "2", "--documents", "4096", "--trace", "/"], "Is a directory: '/'"),
     ],
 )
 def test_what_does_not_fit_is_explained(capsys, argv, message):
