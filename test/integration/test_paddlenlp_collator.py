@@ -166,6 +166,19 @@ def test_bad_masks_and_packs_are_named() -> None:
         ("share_question", {"documents": documents}, "or give 'groups'"),
         ("causal_blockwise", {"input_ids": [1], "labels": [1], INDICES: [1]}, "a record of one bound"),
         ("share_question", {"input_ids": [1], "labels": [1], INDICES: [1]}, "needs position_ids"),
+        # Ids that are no integers, and a list less than there must be.
+        ("causal_document", {"documents": [[1, 2], [1.5, 2]]}, r"part 1 of 'documents' is float64 \[2\]; expected int"),
+        ("causal_document", {"documents": ["ab"]}, r"part 0 of 'documents' is <U2 \[\]; expected integers"),
+        ("causal_document", {"documents": [1, 2, 3]}, r"part 0 of 'documents' is int64 \[\]; expected integers"),
+        ("share_question", {"groups": [[1, 2], [3]]}, r"part 0 of 'groups' is int64 \[\]; expected integers"),
+        ("document", {"documents": [[1]], "labels": [[1.5]]}, "a part of 'labels' is float64"),
+        ("prefix_lm_document", {"documents": [[1, 2]], "prefixes": [0.5]}, "'prefixes' is float64"),
+        ("causal_document", {"input_ids": [1.5], "labels": [1], INDICES: [1]}, "'input_ids' is float64"),
+        (
+            "causal_document",
+            {"input_ids": [1], "labels": [1], INDICES: [1], "position_ids": [0.5]},
+            "'position_ids' is float64",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             PackedCollator(8, masks=LayerMasks(kind))([feature])

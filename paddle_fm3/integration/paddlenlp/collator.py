@@ -123,8 +123,9 @@ def _record_of_pack(feature: dict[str, Any], kind: str, entry: str, s: int) -> d
     parts = [part for group in pack for part in group] if entry == "groups" else pack
     if not len(parts):
         raise ValueError(f"PackedCollator: a pack's {entry} are empty; expected at least one")
-    lengths = np.array([len(part) for part in parts], np.int64)  # [parts]
-    tokens = np.concatenate([np.asarray(part, np.int64) for part in parts])
+    ids = [_integers(part, f"part {part_idx} of {entry!r}") for part_idx, part in enumerate(parts)]
+    lengths = np.array([len(part) for part in ids], np.int64)  # [parts]
+    tokens = np.concatenate(ids)
     ends = np.cumsum(lengths)
     begins = ends - lengths
     labels = np.append(tokens[1:], IGNORED_LABEL)
@@ -153,7 +154,7 @@ def _record_of_pack(feature: dict[str, Any], kind: str, entry: str, s: int) -> d
         is_last = np.arange(len(tokens)) >= begins[-1]
         record["lt_end"] = np.where(is_last, s, begins[-1])
     if "labels" in feature:
-        record["labels"] = np.concatenate([np.asarray(part, np.int64) for part in feature["labels"]])
+        record["labels"] = np.concatenate([_integers(part, "a part of 'labels'") for part in feature["labels"]])
         if [len(part) for part in feature["labels"]] != lengths.tolist():
             raise ValueError(
                 f"PackedCollator: labels have {[len(part) for part in feature['labels']]} ids; the {entry} have "
@@ -167,8 +168,16 @@ def _record_of_pack(feature: dict[str, Any], kind: str, entry: str, s: int) -> d
     return record
 
 
+def _integers(values: Any, what: str) -> NDArray[np.int64]:
+    """int64 [n]. Floats are refused, of which a conversion would train on other tokens in silence."""
+    array = np.asarray(values)
+    if array.ndim != 1 or not (array.size == 0 or np.issubdtype(array.dtype, np.integer)):
+        raise ValueError(f"PackedCollator: {what} is {array.dtype} {list(array.shape)}; expected integers [tokens]")
+    return array.astype(np.int64)
+
+
 def _prefixes(feature: dict[str, Any], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    prefixes = np.asarray(feature.get("prefixes", ()), np.int64)
+    prefixes = _integers(feature.get("prefixes", ()), "'prefixes'")
     if prefixes.shape != lengths.shape or (prefixes < 0).any() or (prefixes > lengths).any():
         raise ValueError(
             f"PackedCollator: kind='prefix_lm_document' needs 'prefixes', one a document and within its "
@@ -184,10 +193,10 @@ def _checked_record(feature: dict[str, Any], kind: str, entry: str) -> dict[str,
         raise ValueError(f"PackedCollator: a feature has {sorted(feature)}; missing {missing} (or give {entry!r})")
     if kind not in ("causal_document", "share_question"):
         raise ValueError(f"PackedCollator: kind={kind!r} needs {entry!r}; a record of one bound a key cannot say it")
-    record = {name: np.asarray(feature[name], np.int64) for name in names}
+    record = {name: _integers(feature[name], repr(name)) for name in names}
     bounds = record.pop(INDICES)
     if "position_ids" in feature:
-        record["position_ids"] = np.asarray(feature["position_ids"], np.int64)
+        record["position_ids"] = _integers(feature["position_ids"], "'position_ids'")
     elif kind == "share_question":
         raise ValueError("PackedCollator: kind='share_question' needs position_ids in a record: bounds do not say them")
     else:
