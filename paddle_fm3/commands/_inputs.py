@@ -63,9 +63,8 @@ def add_mask_arguments(parser: argparse.ArgumentParser) -> None:
                         help="parameter of --pattern; VALUE is JSON: --set s=4096 --set window=512")  # fmt: skip
     parser.add_argument("--kind", choices=DOCUMENT_KINDS, default=None,
                         help="what documents mean (default causal_document)")  # fmt: skip
-    parser.add_argument(
-        "--s", type=int, default=None, metavar="N", help="pad every sequence of --documents or --file to N tokens"
-    )
+    parser.add_argument("--s", type=int, default=None, metavar="N",
+                        help="fill sequences of --documents or --file up to N tokens by one document")  # fmt: skip
 
 
 def mask_from_arguments(arguments: argparse.Namespace) -> ColumnMask:

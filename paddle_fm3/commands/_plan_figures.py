@@ -161,7 +161,7 @@ def setting_from_arguments(arguments: argparse.Namespace) -> Setting:
     if scenario is not None and masks[0].s_q != scenario.data.max_seq_len:
         raise _inputs.InputError(
             f"the sequences hold {masks[0].s_q} tokens; config {arguments.config} is for {scenario.data.max_seq_len} "
-            "(--s pads)"
+            "(--s fills up with one more document)"
         )
     cp = arguments.cp
     if cp is None and scenario is not None:
