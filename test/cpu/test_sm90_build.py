@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hopper kernels compile for sm_90a here, without a GPU; head_dim-128 kernels spill nothing (about 70 s of CPU)."""
+"""The Hopper kernels compile for sm_90a here, without a GPU; head_dim-128 kernels spill nothing (five minutes of CPU)."""
 
 from __future__ import annotations
 
