@@ -232,9 +232,9 @@ def test_a_prepared_backward_needs_less_workspace(library: ctypes.CDLL) -> None:
 
 def test_backward_schedule_bytes_stay_small(library: ctypes.CDLL) -> None:
     """One mask head of 128K tokens: lists by key tiles of 128 and of 64 take 3 MiB, and bounds 2; 4.3 where tiles may begin
-    at documents, so that each size has its own."""
+    at documents, so that each size has its own, and row tiles 0.1."""
     mask = MaskView(SOMEWHERE, None, BoundForm.LOWER1, 1, 1, 1, 131072, 131072)
-    assert library.fm3_sm90_bwd_schedule_bytes(ctypes.byref(mask)) < 31 << 18  # 7.75 MiB
+    assert library.fm3_sm90_bwd_schedule_bytes(ctypes.byref(mask)) < 63 << 17  # 7.875 MiB
     mask.block_mask = SOMEWHERE  # they stay on the grid
     assert library.fm3_sm90_bwd_schedule_bytes(ctypes.byref(mask)) < 11 << 19  # 5.5 MiB
 
