@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paddle_fm3.mask import intervals
-from paddle_fm3.mask.column_mask import ColumnMask
+from paddle_fm3.mask.column_mask import ColumnMask, check_is_mask
 from paddle_fm3.mask.recognise import recognise
 from paddle_fm3.schedule import TileClass, build_schedule, visible_pairs_per_row
 
@@ -75,7 +75,12 @@ class MaskReport:
 
 
 def explain(mask: ColumnMask, *, picture_rows: int = 24, picture_columns: int = 48) -> MaskReport:
-    """Recognises the mask, counts its tiles, draws it. O(s) time and memory without a block_mask."""
+    """Recognises the mask, counts its tiles, draws it. O(s) time and memory without a block_mask.
+
+    Raises:
+        TypeError: `mask` is no ColumnMask.
+    """
+    check_is_mask("explain", mask)
     schedule = build_schedule(mask)
     counts = {tile_class: int(count.sum()) for tile_class, count in schedule.counts().items()}
     kinds: dict[str, int] = {}

@@ -18,7 +18,7 @@ from paddle_fm3.distributed.plan import CpPlan, mask_digest
 from paddle_fm3.distributed.strategy import FM3, Strategy, resolve_strategy
 from paddle_fm3.distributed.topology import Topology
 from paddle_fm3.distributed.workload import scan_mask
-from paddle_fm3.mask.column_mask import BLOCK_MASK_TILE, ColumnMask
+from paddle_fm3.mask.column_mask import BLOCK_MASK_TILE, ColumnMask, check_is_mask
 
 MAX_CHUNK_ROWS = 2048
 MIN_CHUNKS_PER_RANK = 4  # fewer leave the balance little to choose from
@@ -83,7 +83,9 @@ def build_plan(
     Raises:
         ValueError: s_q != s_k, an empty sequence, unknown strategy, settings or a partition that do not fit
             num_ranks, or a block_mask whose tiles would be cut.
+        TypeError: `mask` is no ColumnMask.
     """
+    check_is_mask("build_plan", mask)
     strategy = resolve_strategy(strategy)
     topology = topology or Topology.uniform(num_ranks)
     _check(mask, num_ranks, topology, options)

@@ -150,6 +150,7 @@ def prefix_lm_document(documents: Documents, prefixes: Documents) -> ColumnMask:
 def prefix_lm_causal(s: int, prefix: int, *, b: int = 1) -> ColumnMask:
     """Causal, except that the first `prefix` keys are visible to every row."""
     _check_whole("prefix_lm_causal", s=s, prefix=prefix)
+    _check(prefix >= 0, "prefix_lm_causal", f"prefix={prefix} must not be negative")
     column = _arange(s)
     ut_end = np.broadcast_to(np.where(column < prefix, 0, column), (b, s))
     return _outer(np.full((b, s), s), ut_end, s)

@@ -308,3 +308,13 @@ class ColumnMask:
         block = "" if self.block_mask is None else ", block_mask"
         rule = ", causal" if self.is_causal else ""
         return f"ColumnMask(b={self.b}, h_mask={self.h_mask}, s_q={self.s_q}, s_k={self.s_k}{rule}{block})"
+
+
+def check_is_mask(where: str, mask: object) -> None:
+    """Raises a TypeError unless it is a ColumnMask. A tensor of bounds does not say how many rows there are, nor the
+    causal rule beside them."""
+    if not isinstance(mask, ColumnMask):
+        raise TypeError(
+            f"{where}: mask is a {type(mask).__name__}; expected a ColumnMask (ColumnMask.from_bounds makes one of "
+            "startend_row_indices)"
+        )

@@ -204,6 +204,8 @@ def test_bad_features_are_named() -> None:
     collator = PackedCollator(4)
     with pytest.raises(ValueError, match=r"missing \['labels', 'attn_mask_startend_row_indices'\]"):
         collator([{"input_ids": [1]}])
+    with pytest.raises(ValueError, match="PackedCollator: no features"):
+        collator([])
     with pytest.raises(ValueError, match="a pack has 5 tokens; at most max_length=4 fit"):
         collator([{"documents": [[1, 2, 3], [4, 5]]}])
     with pytest.raises(ValueError, match="differ in length"):

@@ -231,6 +231,7 @@ def test_block_sparse():
         (lambda: masks.from_window_size((2.5, 1), s_q=8, is_causal=True), "left=2.5 must be an integer"),
         (lambda: masks.global_sliding_window(8, 1.5, 1, 1), "num_global=1.5 must be an integer"),
         (lambda: masks.prefix_lm_causal(8, 2.5), "prefix=2.5 must be an integer"),
+        (lambda: masks.prefix_lm_causal(8, -1), "prefix=-1 must not be negative"),
         (lambda: masks.qk_sparse(8.0, []), "s=8.0 must be an integer"),
         (lambda: masks.random_eviction(8, seed=0, first_row=1.5), "first_row=1.5 must be an integer"),
         (lambda: masks.full(8.0), "full: s_q=8.0 must be an integer"),

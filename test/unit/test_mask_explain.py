@@ -146,3 +146,8 @@ def test_tile_picture_shows_the_schedule():
     np.testing.assert_array_equal(shown, build_schedule(mask, 64, 64).tile_classes(b_idx=1))
     assert (shown != build_schedule(mask, 64, 64).tile_classes(b_idx=0)).any()
     assert figure.axes == [axes]
+
+
+def test_what_is_no_mask_is_named():
+    with pytest.raises(TypeError, match="explain: mask is a ndarray; expected a ColumnMask .*from_bounds"):
+        explain(np.zeros((1, 1, 8, 1), np.int32))

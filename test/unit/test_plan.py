@@ -291,3 +291,8 @@ def test_trace_and_json() -> None:
         if timeline.fwd.step_end_us[dst, stage] > begin[dst, stage]:
             assert end_us <= begin[dst, stage]
     assert len(json.loads(timeline.to_json())["ranks"]) == 8
+
+
+def test_what_is_no_mask_is_named() -> None:
+    with pytest.raises(TypeError, match="build_plan: mask is a ndarray; expected a ColumnMask .*from_bounds"):
+        build_plan(np.zeros((1, 1, 8, 1), np.int32), 2)  # type: ignore[arg-type]

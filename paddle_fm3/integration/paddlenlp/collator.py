@@ -91,6 +91,8 @@ class PackedCollator:
         self.masks = LayerMasks() if masks is None else masks
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, NDArray[Any]]:
+        if not len(features):
+            raise ValueError("PackedCollator: no features; expected at least one a batch")
         rows = [self._row(feature) for feature in features]
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
