@@ -10,6 +10,7 @@
 //   named_barrier_*      bar.sync / bar.arrive with an id of the caller's
 //   reg_alloc/dealloc    setmaxnreg
 //   stmatrix/ldmatrix    8x8 b16 matrices between registers and shared memory
+//   copy_async_*         a thread's own copies from global to shared memory
 //   store_release_system a word that streams, other GPUs and the host may wait for
 #pragma once
 
@@ -30,9 +31,6 @@ __device__ __forceinline__ void store_release_system(uint32_t* word, uint32_t va
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-// --- mbarrier ----------------------------------------------------------------------------------
-using Barrier = uint64_t;  // lives in shared memory, 8-byte aligned
-
 // 16 bytes from global to shared memory, beside the thread's other work; copy_async_wait waits for its own copies.
 __device__ __forceinline__ void copy_async_16(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(smem_addr(to)),
@@ -42,6 +40,9 @@ __device__ __forceinline__ void copy_async_16(void* to, const void* from) {
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
+
+// --- mbarrier ----------------------------------------------------------------------------------
+using Barrier = uint64_t;  // lives in shared memory, 8-byte aligned
 
 __device__ __forceinline__ void mbar_init(Barrier* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(barrier)), "r"(arrivals)

@@ -423,7 +423,7 @@ class Consumer {
       }
     }
     if (__any_sync(kAllLanes, is_bad)) {
-      // Without cuts as it was: another expression gives the loops other registers.
+      // Two forms: on the grid the other expression gives the loops other registers.
       const int32_t row = group_ * Config::kRowsPerGroup + warp_ * kRevisitRows;
       note_revisit(
           args_, revisit_head(),
