@@ -48,6 +48,10 @@ __device__ __forceinline__ void mbar_init(Barrier* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_addr(barrier)), "r"(arrivals)
                : "memory");
 }
+// Before its memory becomes another barrier.
+__device__ __forceinline__ void mbar_invalidate(Barrier* barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(smem_addr(barrier)) : "memory");
+}
 // After the inits: makes them visible to the async proxy (and the cluster).
 __device__ __forceinline__ void fence_mbar_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -22,14 +22,14 @@ __global__ void __launch_bounds__(kOrderLanes)
   const auto cta = static_cast<int32_t>(blockIdx.x);
   const bool is_pair = cta >= num_lists;
   const SpanLists lists = is_pair ? schedule.pairs : schedule.tiles;
-  const int32_t item_cols = is_pair ? kPairItemCols : kTileItemCols;
+  const int32_t item_cols = is_pair ? pair_item_cols(schedule.totals->num_cuts > 0) : kTileItemCols;
   const int64_t list_begin = int64_t{is_pair ? cta - num_lists : cta} * lists.count;
   QueryTileEntry* const order = lists.order + list_begin;
   const TileCost* const costs = lists.costs + list_begin;
   const auto lane = static_cast<int32_t>(threadIdx.x);
   const uint32_t lanes_before = (1u << lane) - 1;
-  const int32_t most_tiles = schedule.totals->most_tiles;
-  const int32_t count = is_pair ? (most_tiles + 1) / 2 : most_tiles;  // of the list's entries
+  const EntryCounts& counts = is_pair ? schedule.totals->pairs : schedule.totals->tiles;
+  const int32_t count = counts.most;  // of the list's entries
   // The part that the tile at order[idx] waits for: it needs keys up to k_ends[part]. num_ends: what comes last.
   const auto part_of = [&](int32_t idx) {
     if (idx >= count) return -1;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kOrderLanes)
     last_part = part, num_of_last = 0;
     for (int32_t base = 0; base < count; base += kOrderLanes) {
       const bool is_in = part_of(base + lane) == part;
-      const int32_t own = is_in ? costs[order[base + lane].q_tile_idx].items * item_cols : 0;
+      const int32_t own = is_in ? costs[order[base + lane].q_tile_idx].halves * item_cols / 2 : 0;
       int32_t until = is_pair ? 2 * own : own;  // of this lane and those before it
       for (int32_t step = 1; step < kOrderLanes; step *= 2) {
         const int32_t before = __shfl_up_sync(kAllLanes, until, step);

@@ -42,8 +42,8 @@ cudaError_t build_schedule(const MaskView& mask, void* blob, cudaStream_t stream
     } else {
       list_kernel<form, false><<<sizes.list_ctas, kListThreads, 0, stream>>>(mask, schedule);
     }
-    order_kernel<<<sizes.tile_order_ctas + sizes.pair_order_ctas, kRankThreads, 0, stream>>>(
-        schedule, sizes.tile_order_ctas);
+    order_kernel<<<sizes.order_ctas, kRankThreads, 0, stream>>>(schedule, sizes.tile_order_ctas,
+                                                                sizes.pair_order_ctas);
     return cudaGetLastError();
   });
 }

@@ -211,11 +211,7 @@ __global__ void __launch_bounds__(kCutThreads)
                                                  smem.cut_grows[cut], tile - smem.cut_tile[cut])
                                       : mask.s_q;
   }
-  if (thread == 0) {
-    atomicMax(&schedule.totals->most_tiles, num_tiles);
-    if (num_cuts > 1) atomicAdd(&schedule.totals->num_cuts, num_cuts - 1);
-    atomicMin(&schedule.totals->fewest_tiles, num_tiles);
-  }
+  if (thread == 0 && num_cuts > 1) atomicAdd(&schedule.totals->num_cuts, num_cuts - 1);
 }
 
 }  // namespace fm3::sm90

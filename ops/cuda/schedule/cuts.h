@@ -32,7 +32,7 @@ constexpr int32_t kMostQTiles = UINT16_MAX;  // of a list: what a step's flags h
 // Query tiles that there can be of any mask: those of the grid and a few more.
 FM3_HOST_DEVICE int32_t most_q_tiles(int32_t s_q) {
   const auto on_grid = static_cast<int32_t>((int64_t{s_q} + kTileQ - 1) / kTileQ);
-  return on_grid + on_grid / 8 + 1;
+  return on_grid + on_grid / 4 + 1;
 }
 
 // block_mask is on the grid, and without bounds there are no documents.
@@ -50,12 +50,16 @@ FM3_HOST_DEVICE bool is_worth_a_cut(int32_t rows_before, bool grows, int32_t row
   return (grows ? rows_before : rows_before + rows_behind) >= kCutRows;
 }
 
-FM3_HOST_DEVICE int32_t tiles_of(int32_t rows) { return rows / kTileQ + (rows % kTileQ > 0); }
+// An even number, so that no pair of tiles lies in two documents: one of them may be empty.
+FM3_HOST_DEVICE int32_t tiles_of(int32_t rows) {
+  return (rows / kTileQ + (rows % kTileQ > 0) + 1) / 2 * 2;
+}
 
 // Where tile `idx` of those of rows [begin, end) begins.
 FM3_HOST_DEVICE int32_t begin_in(int32_t begin, int32_t end, bool grows, int32_t idx) {
-  if (idx == 0 || !grows) return begin + idx * kTileQ;
-  return end - (tiles_of(end - begin) - idx) * kTileQ;
+  if (idx == 0) return begin;
+  if (!grows) return smaller(begin + idx * kTileQ, end);
+  return larger(begin, end - (tiles_of(end - begin) - idx) * kTileQ);
 }
 
 }  // namespace fm3::sm90

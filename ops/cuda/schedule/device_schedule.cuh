@@ -5,6 +5,7 @@
 //
 // One blob of bytes, addressed through `ScheduleView`:
 //   order   per (b, h_mask): the query tiles, dearest first, each with its rows and the head of its list
+//   rest    the same of the tiles that are in no pair, if tiles may leave the grid
 //   spans   per (b, h_mask, query tile): the key columns the forward visits, ascending
 //   totals  how much all tiles visit
 //   q_begins   per (b, h_mask): where query tiles begin, if they may leave the grid (cuts.h)
@@ -24,7 +25,14 @@ constexpr int32_t kHullCols = 128;    // key columns of one hull; = kBlockMaskTi
 constexpr int32_t kGranuleCols = 16;  // an item begins at a multiple of this, or shifted (ListHead)
 // Key columns of one item; results/sm90_fwd.md has figures of other widths. Wide heads take an item
 // of a single tile in two steps, which needs a multiple of 32.
-constexpr int32_t kTileItemCols = 160, kPairItemCols = 176;
+// Where a mask has cuts, pairs have the steps of single tiles, short ones, too: documents end anywhere.
+constexpr int32_t kTileItemCols = 160, kPairItemCols = 176, kCutPairItemCols = kTileItemCols;
+// A pair saves 5 % of its energy, which is time at the power limit: each CTA copies half of K and V. So it is worth 1 / kPairShare
+// more that it visits: for all tiles of a mask without cuts, or none; of a mask with cuts each pair is judged by itself.
+constexpr int32_t kPairShare = 32;
+FM3_HOST_DEVICE int32_t pair_item_cols(bool has_cuts) {
+  return has_cuts ? kCutPairItemCols : kPairItemCols;
+}
 constexpr int64_t kMaxLists = 0x7FFFFFFF / 256;  // b * h_mask: a grid of so many tiles of lists
 
 constexpr int32_t kNever = 0x7FFFFFFF;  // the begin of an empty interval
@@ -95,33 +103,44 @@ struct alignas(16) QueryTileEntry {
 };
 
 struct alignas(16) TileCost {
-  int32_t items;
+  int32_t halves;  // of items; a short one is one
   ListHead list;
   TileRows rows;
 };
 
 // Lists of single query tiles, or of pairs of neighbouring ones.
 struct SpanLists {
-  QueryTileEntry* order;  // [b, h_mask, count], by falling cost
+  QueryTileEntry* order;  // [b, h_mask, count], by falling cost; those without a tile have no spans
   TileCost* costs;        // [b, h_mask, count], by tile; scratch of the build
   Span* spans;            // [b, h_mask, count, max_spans]; a count of 0 ends each list
   int32_t count;
 };
 
+// How many entries with a tile the order has that has most of them, and the one that has fewest.
+struct EntryCounts {
+  int32_t most, fewest;
+};
+
 // Over all lists of the mask.
 struct ScheduleTotals {
-  unsigned long long tile_items, pair_items;  // of the type that atomicAdd takes
+  unsigned long long tile_halves, pair_halves;  // of the type that atomicAdd takes
   // Entries at the end of each order that come after all others of all lists; 0 but for order_local_first.
   int32_t late_tiles, late_pairs;
-  // Query tiles of the list that has most of them and of the one that has fewest.
-  int32_t most_tiles, fewest_tiles;
+  EntryCounts tiles, pairs, rest;
   int32_t num_cuts;  // of all lists: places where a tile begins for a document's sake
 };
+
+// Of a mask with cuts, whether two tiles are walked as a pair; from the costs of the three lists.
+FM3_HOST_DEVICE bool is_worth_a_pair(int32_t pair, int32_t first, int32_t second) {
+  return pair > 0 && 2 * pair * kPairShare <= (first + second) * (kPairShare + 1);
+}
 
 struct ScheduleView {
   ScheduleTotals* totals;
   void *hulls, *granules;  // [b, h_mask, num_hulls] and [b, h_mask, 8 num_hulls] BoundSummary
   SpanLists tiles, pairs;  // room for so many: where tiles may leave the grid, more than there are
+  // [b, h_mask, tiles.count], of tiles that are in no pair that is walked; nullptr if tiles are on the grid.
+  QueryTileEntry* rest;
   // [b, h_mask, tiles.count + 1], those behind the last tile s_q; nullptr if tiles are on the grid.
   int32_t* q_begins;
   uint32_t* borders;  // [b, h_mask, 4 num_hulls], a bit a key; scratch of the build
@@ -160,8 +179,10 @@ FM3_HOST_DEVICE int64_t schedule_layout(const MaskView& mask, void* base, Schedu
   const int64_t summary_bytes = num_bounds(mask.form) * 2 * int64_t{sizeof(int32_t)};
   made.hulls = take(lists * num_hulls * summary_bytes);
   made.granules = take(lists * num_hulls * (kHullCols / kGranuleCols) * summary_bytes);
-  made.q_begins = nullptr, made.borders = nullptr;
+  made.rest = nullptr, made.q_begins = nullptr, made.borders = nullptr;
   if (may_cut) {
+    made.rest = reinterpret_cast<QueryTileEntry*>(
+        take(lists * most_tiles * int64_t{sizeof(QueryTileEntry)}));
     made.q_begins = reinterpret_cast<int32_t*>(
         take(lists * (int64_t{most_tiles} + 1) * int64_t{sizeof(int32_t)}));
     made.borders = reinterpret_cast<uint32_t*>(take(lists * num_hulls * (kHullCols / 8)));

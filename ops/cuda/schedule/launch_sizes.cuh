@@ -9,7 +9,7 @@ namespace fm3::sm90 {
 // Grids of the passes.
 struct LaunchSizes {
   int64_t num_blocks;  // hulls to scan
-  uint32_t scan_ctas, cut_ctas, list_ctas, tile_order_ctas, pair_order_ctas;
+  uint32_t scan_ctas, cut_ctas, list_ctas, tile_order_ctas, pair_order_ctas, order_ctas;
 };
 
 inline LaunchSizes launch_sizes(const MaskView& mask, const ScheduleView& schedule) {
@@ -26,6 +26,8 @@ inline LaunchSizes launch_sizes(const MaskView& mask, const ScheduleView& schedu
       static_cast<uint32_t>(num_lists * div_up(schedule.tiles.count, kRankTiles));
   sizes.pair_order_ctas =
       static_cast<uint32_t>(num_lists * div_up(schedule.pairs.count, kRankTiles));
+  sizes.order_ctas =
+      sizes.tile_order_ctas * (schedule.rest == nullptr ? 1 : 2) + sizes.pair_order_ctas;
   return sizes;
 }
 

@@ -161,19 +161,21 @@ class ListWarp {
   }
 
   // ends_early: the last visible granule shows nothing from column `shift` on: all that it shows
-  // belongs to the granule before it.
-  __device__ __forceinline__ TileCost finish(int32_t shift, bool ends_early) {
+  // belongs to the granule before it. has_short: a short last item costs half of one.
+  __device__ __forceinline__ TileCost finish(int32_t shift, bool ends_early, bool has_short) {
     if (num_items_ == 0) {  // sees nothing: one item, all of it hidden
       open_ = 0, end_ = length_.granules << 2, num_items_ = num_spans_ = 1;
     }
+    // Granules at the last item's end that it need not show.
+    const int32_t num_hidden = (end_ >> 2) - 1 - last_visible_ + (ends_early ? 1 : 0);
+    const bool ends_short =
+        num_items_ > 1 && length_.granules - num_hidden <= kShortItemCols / kGranuleCols;
     if (lane_ == 0) {
-      // Granules at the last item's end that it need not show.
-      const int32_t num_hidden = (end_ >> 2) - 1 - last_visible_ + (ends_early ? 1 : 0);
-      write(num_spans_ - 1, open_, end_,
-            num_items_ > 1 && length_.granules - num_hidden <= kShortItemCols / kGranuleCols);
+      write(num_spans_ - 1, open_, end_, ends_short);
       spans_[num_spans_] = Span::make(0, 0, false, false);  // the end, for those who read on
     }
-    return {num_items_, ListHead::make(num_spans_, shift), {}};
+    return {
+        2 * num_items_ - (has_short && ends_short ? 1 : 0), ListHead::make(num_spans_, shift), {}};
   }
 
  private:

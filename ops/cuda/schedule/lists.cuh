@@ -22,7 +22,9 @@ __global__ void __launch_bounds__(kListThreads, 2)
   const int32_t pair = pair_begin + warp / 3, entry = is_pair ? pair : 2 * pair + warp % 3 - 1;
   const bool has_entry = warp < kListsPerCta && entry < lists.count;
   const int64_t out = list_idx * lists.count + entry;
-  ListWarp maker(lists.spans + out * schedule.max_spans, is_pair ? kPairItemCols : kTileItemCols);
+  const bool has_cuts = kIsCut && schedule.totals->num_cuts > 0;
+  const int32_t pair_cols = pair_item_cols(has_cuts);
+  ListWarp maker(lists.spans + out * schedule.max_spans, is_pair ? pair_cols : kTileItemCols);
 
   if constexpr (kIsCut) {
     if (warp == 0) {
@@ -46,7 +48,7 @@ __global__ void __launch_bounds__(kListThreads, 2)
   };
   bool has_list = has_entry;
   if constexpr (kIsCut) {
-    has_list = has_entry && rows().count(0) > 0;
+    has_list = has_entry && rows().count(0) > 0 && !(is_pair && has_cuts && rows().count(1) == 0);
     if (has_entry && !has_list && threadIdx.x % 32 == 0) lists.costs[out] = {0, {0}, rows()};
     if (smem.num_tiles == 0) return;
   }
@@ -66,17 +68,17 @@ __global__ void __launch_bounds__(kListThreads, 2)
       judge.judge_columns(hull_begin);
       __syncthreads();
     }
-    judge.find_begins();
+    judge.find_begins(has_cuts);
     __syncthreads();
-    judge.make_words(num_words);
+    judge.make_words(num_words, pair_cols);
     __syncthreads();
     if (has_list) {
       maker.section(smem.lists[warp], section, (num_words + kBlockWords - 1) / kBlockWords);
     }
   }
   if (has_list) {
-    const ListBegin begin = is_pair ? ListBegin{} : smem.begins[entry - 2 * pair_begin];
-    TileCost cost = maker.finish(begin.shift, begin.ends_early);
+    const ListBegin begin = smem.begins[warp];
+    TileCost cost = maker.finish(begin.shift, begin.ends_early, !is_pair || has_cuts);
     cost.rows = rows();
     if (threadIdx.x % 32 == 0) lists.costs[out] = cost;
   }

@@ -48,8 +48,8 @@ template <BoundForm kForm>
 __global__ void __launch_bounds__(kScanThreads)
     scan_kernel(MaskView mask, ScheduleView schedule, int64_t num_blocks) {
   if (blockIdx.x == 0 && threadIdx.x == 0) {
-    const bool may_cut = schedule.q_begins != nullptr;
-    *schedule.totals = {0, 0, 0, 0, may_cut ? 0 : schedule.tiles.count, schedule.tiles.count, 0};
+    const EntryCounts tiles = {0, schedule.tiles.count}, pairs = {0, schedule.pairs.count};
+    *schedule.totals = {0, 0, 0, 0, tiles, pairs, tiles, 0};
   }
   if constexpr (kForm != BoundForm::kNone) {
     constexpr int kNum = kNumBounds<kForm>;

@@ -20,7 +20,7 @@ constexpr int32_t kTileBits = kGranulesPerHull;
 static_assert(kTilesPerCta * kTileBits <= 32);
 FM3_HOST_DEVICE uint32_t tile_bits(int32_t tile) { return 0xFFu << tile * kTileBits; }
 
-// Where a tile's list begins.
+// Where a list begins.
 struct ListBegin {
   int32_t shift;    // ListHead
   int32_t granule;  // the first visible one, if shift > 0
@@ -33,13 +33,13 @@ struct ListSmem {
   alignas(16) uint32_t full[kSectionHulls + kHullsPerWord];
   alignas(16) uint32_t kept[kSectionHulls + kHullsPerWord];  // by the block mask
   int32_t num_hulls, num_granules;                           // open ones
-  ListBegin begins[kTilesPerCta];
-  int32_t q_begins[kTilesPerCta + 1];  // behind the last tile s_q
+  ListBegin begins[kListsPerCta];                            // as `lists`
+  int32_t q_begins[kTilesPerCta + 1];                        // behind the last tile s_q
   int32_t num_tiles;
   uint16_t hulls[kSectionHulls + kHullsPerWord];
   union {
     uint16_t granules[(kSectionHulls + kHullsPerWord) * kGranulesPerHull];
-    ListWords lists[kListsPerCta];
+    ListWords lists[kListsPerCta];  // pair 0, its two tiles, pair 1, its two tiles
   };
 };
 
@@ -213,20 +213,22 @@ class SectionJudge {
     }
   }
 
-  // A warp a tile.
-  __device__ __forceinline__ void find_begins() {
-    const int32_t tile = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (tile >= kTilesPerCta) return;
+  // A warp a list.
+  __device__ __forceinline__ void find_begins(bool of_pairs) {
+    const int32_t list = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (list >= kListsPerCta) return;
+    const bool is_pair = list % 3 == 0;
+    const int32_t tile = list / 3 * 2 + (is_pair ? 0 : list % 3 - 1);
     ListBegin begin = {0, 0, false};
     if (kForm != BoundForm::kNone && tile < num_tiles_ && num_hulls_ <= kSectionHulls &&
-        tile_masks_ == nullptr) {
-      find_begin(tile, begin);
+        tile_masks_ == nullptr && (!is_pair || of_pairs)) {
+      find_begin(tile, is_pair ? tile + 1 : tile, begin);
     }
-    if (lane == 0) smem_.begins[tile] = begin;
+    if (lane == 0) smem_.begins[list] = begin;
   }
 
   // Block `warp % kSectionBlocks` of the lists of pair `warp / kSectionBlocks`.
-  __device__ __forceinline__ void make_words(int32_t num_words) {
+  __device__ __forceinline__ void make_words(int32_t num_words, int32_t pair_cols) {
     const int32_t warp = threadIdx.x / 32;
     const int32_t pair = warp / kSectionBlocks, block = warp % kSectionBlocks;
     const int32_t word = block * kBlockWords + static_cast<int32_t>(threadIdx.x % 32);
@@ -264,19 +266,24 @@ class SectionJudge {
       }
     }
     ListWords* const lists = smem_.lists + 3 * pair;
-    const ItemLength pair_length(kPairItemCols), tile_length(kTileItemCols);
+    const ItemLength pair_length(pair_cols), tile_length(kTileItemCols);
+    const ListBegin* const begins = smem_.begins + 3 * pair;
+    // Of a shifted list the first granule is full from the shift on.
+    const auto from_shift = [&](const ListBegin& begin) {
+      return begin.shift > 0 && begin.granule / kWordGranules == word
+                 ? 1u << begin.granule % kWordGranules
+                 : 0;
+    };
     lists[0].set(word, (visible[0] | visible[1]) & (kept[0] | kept[1]),
-                 full[0] & full[1] & kept[0] & kept[1],
-                 full_after[0] & full_after[1] & kept_after[0] & kept_after[1], pair_length, false);
+                 (full[0] & full[1] & kept[0] & kept[1]) | from_shift(begins[0]),
+                 full_after[0] & full_after[1] & kept_after[0] & kept_after[1], pair_length,
+                 begins[0].shift > 0);
 #pragma unroll
     for (int32_t tile = 0; tile < 2; ++tile) {
-      const ListBegin& begin = smem_.begins[2 * pair + tile];
-      const bool is_shifted = begin.shift > 0;
-      if (is_shifted && begin.granule / kWordGranules == word) {  // full from the shift on
-        full[tile] |= 1u << begin.granule % kWordGranules;
-      }
-      lists[1 + tile].set(word, visible[tile] & kept[tile], full[tile] & kept[tile],
-                          full_after[tile] & kept_after[tile], tile_length, is_shifted);
+      const ListBegin& begin = begins[1 + tile];
+      lists[1 + tile].set(word, visible[tile] & kept[tile],
+                          (full[tile] & kept[tile]) | from_shift(begin),
+                          full_after[tile] & kept_after[tile], tile_length, begin.shift > 0);
     }
   }
 
@@ -287,12 +294,14 @@ class SectionJudge {
   __device__ __forceinline__ int32_t row_end(int32_t tile) const {
     return kIsCut ? smem_.q_begins[tile + 1] : min(row_begin(tile) + kTileQ, mask_.s_q);
   }
-  // Of a tile's list, if it is shifted.
-  __device__ __forceinline__ void find_begin(int32_t tile, ListBegin& begin) const {
+  // Of the list of tiles [tile, last_tile], one or two, if it is shifted.
+  __device__ __forceinline__ void find_begin(int32_t tile, int32_t last_tile,
+                                             ListBegin& begin) const {
     const int32_t lane = threadIdx.x % 32;
     int32_t first = kNever, last = -1, count = 0;  // visible granules
     for (int32_t word = lane; word * kHullsPerWord < num_hulls_; word += 32) {
-      const uint32_t visible = gather(smem_.visible + word * kHullsPerWord, tile);
+      const uint32_t* const hulls = smem_.visible + word * kHullsPerWord;
+      const uint32_t visible = gather(hulls, tile) | gather(hulls, last_tile);
       if (visible == 0) continue;
       if (first == kNever) first = word * kWordGranules + __ffs(visible) - 1;
       last = word * kWordGranules + 31 - __clz(visible), count += __popc(visible);
@@ -305,7 +314,7 @@ class SectionJudge {
     const int32_t k_idx = (lane < kGranuleCols ? first : last) * kGranuleCols + lane % kGranuleCols;
     HiddenRows rows{};
     if (k_idx < mask_.s_k) rows = hidden_rows(mask_, bounds_, k_idx);
-    const int32_t q_begin = row_begin(tile), q_end = row_end(tile);
+    const int32_t q_begin = row_begin(tile), q_end = row_end(last_tile);
     const uint32_t shown =
         __ballot_sync(kWholeWarp, k_idx < mask_.s_k && !covers(rows, q_begin, q_end));
     const uint32_t clear =

@@ -21,19 +21,23 @@ enum class Team { kNone, kTiles, kHeads };
 template <int kHeadQk_, int kHeadV_, int kCols_, Team kTeamOf_, class T_, bool kIsCut_ = false>
 struct FwdConfig {
   using T = T_;
-  using Cut = FwdConfig<kHeadQk_, kHeadV_, kCols_, kTeamOf_, T_, true>;
+  using Cut = FwdConfig<kHeadQk_, kHeadV_, kTeamOf_ == Team::kTiles ? kCutPairItemCols : kCols_,
+                        kTeamOf_, T_, true>;
   static constexpr bool kIsCut = kIsCut_;
   static constexpr int kHeadQk = kHeadQk_, kHeadV = kHeadV_, kCols = kCols_;
   static constexpr bool kIsPair = kTeamOf_ != Team::kNone;
   // Query tiles and query heads that a team works on at a time.
   static constexpr int kTeamTiles = kTeamOf_ == Team::kTiles ? 2 : 1;
   static constexpr int kTeamHeads = kTeamOf_ == Team::kHeads ? 2 : 1;
-  static constexpr int kItemCols = kTeamTiles == 2 ? kPairItemCols : kTileItemCols;
+  static constexpr int kItemCols = kTeamTiles == 1 ? kTileItemCols
+                                   : kIsCut        ? kCutPairItemCols
+                                                   : kPairItemCols;
   static constexpr int kStepsPerItem = kItemCols / kCols;
   static_assert(kStepsPerItem * kCols == kItemCols && kCols % 16 == 0);
   // Columns of a short step. Only the last of a tile's steps may be one, and not the only one; wide heads
   // leave out the second step of a short item instead.
-  static constexpr int kShortCols = kStepsPerItem == 1 && kTeamTiles == 1 ? kShortItemCols : kCols;
+  static constexpr int kShortCols =
+      kStepsPerItem == 1 && kItemCols == kTileItemCols ? kShortItemCols : kCols;
   static constexpr int kTeam = kIsPair ? 2 : 1;  // CTAs that walk one list
 
   static constexpr int kRowsPerGroup = 64;  // query rows of one consumer warpgroup
@@ -47,14 +51,15 @@ struct FwdConfig {
   static constexpr int kMaskSlots = kHeadQk > 192 ? 1 : 4;
   // With three, the first group's Q of a tile is there before the tile before has ended, and the
   // second's takes the place of the first group's, which is done half a step earlier.
-  static constexpr int kQSlots = kHeadQk <= 128 && kTeamTiles == 1 ? 3 : 2;
+  static constexpr int kQSlots = kHeadQk <= 128 && kItemCols == kTileItemCols ? 3 : 2;
   static constexpr int kTileSlots = 2;
   // Claims passed on between two CTAs; the K ring keeps their loaders within two steps of each other,
   // so that at most three claims are under way.
   static constexpr int kClaimSlots = 4;
-  // The loader of two heads has more to keep, consumers of 160 columns less.
-  static constexpr int kProducerRegs = kTeamHeads == 2 ? 56 : 40;
-  static constexpr int kConsumerRegs = kTeamHeads == 2 ? 224 : 232;
+  // The loader of two heads, or of two tiles with cuts, has more to keep, consumers of 160 columns less.
+  static constexpr bool kKeepsMore = kTeamHeads == 2 || (kIsCut && kHeadQk <= 128);
+  static constexpr int kProducerRegs = kKeepsMore ? 56 : 40;
+  static constexpr int kConsumerRegs = kKeepsMore ? 224 : 232;
 
   // Softmax's blocks of exponentials as they are written: 2 to 4 % of cycles at 64, +0.8 in the mean at 128.
   static constexpr bool kHoldsBlocks = kHeadQk <= 64;
@@ -146,8 +151,11 @@ struct FwdConfig {
     int32_t seen_rows;  // key rows that the loader knows to be in (remote_rows.cuh)
     // If tiles leave the grid.
     alignas(16) QueryTileEntry next_entry;    // of the loader's next tile
-    int32_t list_tiles;                       // entries of each list that the loader hands out
+    const QueryTileEntry* order;              // what the loader hands out,
+    int32_t list_tiles;                       // entries of each list
     bool has_gaps;                            // some of them have no tile
+    int32_t claim_base;                       // a claim counts from here on
+    int32_t claimed_last;                     // the first claim behind the last tile
     int32_t revisit_head[kNumConsumers * 4];  // a warp each
     Step own_tile[kNumConsumers * 4];         // a warp each: the tile that it works on
     ptx::Barrier q_full[kQSlots], q_empty[kQSlots];
@@ -172,11 +180,17 @@ struct RingPos {
 };
 
 // Whether two CTAs walk the list of a pair of query tiles together, each loading half of K and V for
-// both: for masks where neighbouring tiles see nearly the same columns. Uniform over the grid.
+// both: for masks where neighbouring tiles see nearly the same columns. Of a mask with cuts some tiles are walked so, before
+// all others, if they are most of the work: the others read K and V from memory once more. Uniform over the grid.
+template <bool kIsCut>
 __device__ __forceinline__ bool use_pairs(const FwdArgs& args) {
-  const ScheduleTotals totals = *args.schedule.totals;
-  // Columns times query tiles; pairs may visit 1/64 more.
-  return totals.pair_items * 2 * kPairItemCols * 64 <= totals.tile_items * kTileItemCols * 65;
+  const ScheduleTotals& totals = *args.schedule.totals;
+  // Keys that are under way come in the order of single tiles.
+  if constexpr (kIsCut) {
+    return 8 * totals.pair_halves >= 3 * totals.tile_halves && args.ready_rows == nullptr;
+  }
+  return 2 * totals.pair_halves * kPairItemCols * kPairShare <=
+         totals.tile_halves * kTileItemCols * (kPairShare + 1);
 }
 
 // Whether query tiles begin at documents. Uniform over the grid.

@@ -8,7 +8,7 @@
 // Compiled twice into one kernel: two CTAs of a cluster on neighbouring query tiles, each copying half of
 // K and V into both (multicast), and each CTA for itself; the mask decides which runs (use_pairs). Once more
 // for two CTAs on the same query tile of two heads that share a key head. And all that once more for query tiles that
-// begin at documents (is_cut).
+// begin at documents (is_cut): there both run, pairs first, then each CTA on its own takes the tiles that are in none.
 #pragma once
 
 #include "consumer.cuh"
@@ -48,6 +48,22 @@ __device__ __forceinline__ void init_barriers(typename Config::Smem& smem) {
   ptx::fence_mbar_init();
 }
 
+// The barriers begin anew, with all of the CTA here and none of their waits left.
+template <class Before, class Behind>
+__device__ __forceinline__ void restart_barriers(uint8_t* smem_raw) {
+  using Smem = typename Behind::Smem;
+  static_assert(sizeof(Smem) == sizeof(typename Before::Smem), "barriers stand where they stood");
+  auto& smem = *reinterpret_cast<Smem*>(smem_raw);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (auto* barrier = smem.q_full; barrier < smem.claim_full + Behind::kClaimSlots; ++barrier) {
+      ptx::mbar_invalidate(barrier);
+    }
+    init_barriers<Behind>(smem);
+  }
+  __syncthreads();
+}
+
 // No CTA may end while the other still copies into it or arrives at its barriers.
 template <class Config>
 __device__ __forceinline__ void leave_team() {
@@ -58,11 +74,12 @@ __device__ __forceinline__ void leave_team() {
 }
 
 template <class Config>
-__device__ __forceinline__ void produce(const FwdArgs& args, uint8_t* smem_raw, int32_t rank) {
+__device__ __forceinline__ void produce(const FwdArgs& args, uint8_t* smem_raw, int32_t rank,
+                                        bool is_behind_pairs = false) {
   auto& smem = *reinterpret_cast<typename Config::Smem*>(smem_raw);
   const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp == 0) {
-    Loader<Config>(args, smem, rank).run();
+    Loader<Config>(args, smem, rank).run(is_behind_pairs);
   } else {
     MaskMaker<Config>(args, smem, warp - 1).run();
   }
@@ -86,7 +103,8 @@ __global__ void __launch_bounds__(Own::kThreads, 1)
   // Swizzled tiles need the alignment that the declaration asks for.
   if (ptx::smem_addr(smem_raw) % 1024 != 0) __trap();
   if (is_cut(args) != Own::kIsCut) return;  // the other kernel's (launch.cuh)
-  const bool is_pair = kHasPairs && use_pairs(args);
+  const bool is_pair = kHasPairs && use_pairs<Own::kIsCut>(args);
+  constexpr bool kTakesRest = kHasPairs && Own::kIsCut;
   if (threadIdx.x == 0) {
     if (is_pair) {
       init_barriers<Pair>(*reinterpret_cast<typename Pair::Smem*>(smem_raw));
@@ -102,14 +120,26 @@ __global__ void __launch_bounds__(Own::kThreads, 1)
   const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {
     ptx::reg_dealloc<Own::kProducerRegs>();
-    if (kHasPairs && is_pair) {
+    if constexpr (kTakesRest) {
+      if (is_pair) {
+        produce<Pair>(args, smem_raw, rank);
+        restart_barriers<Pair, Own>(smem_raw);
+      }
+      produce<Own>(args, smem_raw, rank, is_pair);
+    } else if (kHasPairs && is_pair) {
       produce<Pair>(args, smem_raw, rank);
     } else {
       produce<Own>(args, smem_raw, rank);
     }
   } else {
     ptx::reg_alloc<Own::kConsumerRegs>();
-    if (kHasPairs && is_pair) {
+    if constexpr (kTakesRest) {
+      if (is_pair) {
+        consume<Pair>(args, smem_raw, rank, warpgroup - 1);
+        restart_barriers<Pair, Own>(smem_raw);
+      }
+      consume<Own>(args, smem_raw, rank, warpgroup - 1);
+    } else if (kHasPairs && is_pair) {
       consume<Pair>(args, smem_raw, rank, warpgroup - 1);
     } else {
       consume<Own>(args, smem_raw, rank, warpgroup - 1);

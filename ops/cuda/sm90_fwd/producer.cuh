@@ -34,18 +34,15 @@ class Loader {
   // asks for work at the pace it finishes it. A claim takes an atomic, the tile's place in the order
   // and its spans, each a trip to L2: one is begun after each step and looked at after the next, so
   // that the copies, which are only two steps ahead, never wait for one.
-  __device__ __forceinline__ void run() {
+  // is_behind_pairs: what is left are the tiles that are in no pair.
+  __device__ __forceinline__ void run(bool is_behind_pairs) {
+    const auto num_teams = static_cast<int32_t>(gridDim.x) / Config::kTeam;
+    claimed_ = static_cast<int32_t>(blockIdx.x) / Config::kTeam - num_teams;
     if (is_issuer_) {
       smem_.seen_rows = 0;
-      if constexpr (Config::kIsCut) {
-        const ScheduleTotals& totals = *args_.schedule.totals;
-        smem_.list_tiles = (totals.most_tiles + Config::kTeamTiles - 1) / Config::kTeamTiles;
-        smem_.has_gaps = totals.fewest_tiles < totals.most_tiles;
-      }
+      if constexpr (Config::kIsCut) begin_lists(is_behind_pairs, num_teams);
     }
     __syncwarp();
-    claimed_ = static_cast<int32_t>(blockIdx.x) / Config::kTeam -
-               static_cast<int32_t>(gridDim.x) / Config::kTeam;
     Tile tile{};
     uint32_t packed = 0;  // 32 spans of the tile, one a lane
     int32_t span_idx = 0, num_steps = 0, k_begin = 0, flags = 0;  // num_steps: left of the span
@@ -85,6 +82,7 @@ class Loader {
 
  private:
   static constexpr int32_t kClaimPhases = 3;
+  static constexpr bool kHasPairSteps = Config::kItemCols == kPairItemCols;
 
   // The current tile: where tiles may leave the grid, in its slot, because registers are scarce.
   __device__ __forceinline__ const Tile& own_tile(const Tile& tile) const {
@@ -96,7 +94,37 @@ class Loader {
     if constexpr (Config::kIsCut) return smem_.list_tiles;
     return (args_.schedule.num_q_tiles + Config::kTeamTiles - 1) / Config::kTeamTiles;
   }
+  __device__ __forceinline__ const QueryTileEntry* order() const {
+    if constexpr (Config::kIsCut) return smem_.order;
+    return team_lists<Config>(args_).order;
+  }
+  __device__ __forceinline__ int32_t claim_base() const {
+    if constexpr (Config::kIsCut) return smem_.claim_base;
+    return static_cast<int32_t>(gridDim.x) / Config::kTeam;
+  }
   __device__ __forceinline__ int32_t member(int count) const { return count == 2 ? rank_ : 0; }
+
+  // Which lists are handed out, and the first claim.
+  // Claim:      behind the pairs each tile is claimed once.
+  // Because:    one counter goes on: a claim behind the last pair is a tile of the rest, and each team has made one such
+  //             claim, its last, which its rank 0 begins with; rank 1 claims another.
+  // Breaks if:  a loader claims on behind the last pair, or ends before.
+  // Tested by:  test/unit/test_sm90_fwd_claims.py (a model), test/gpu/test_sm90_fwd_cuts.py
+  __device__ __forceinline__ void begin_lists(bool is_behind_pairs, int32_t num_teams) {
+    const ScheduleTotals& totals = *args_.schedule.totals;
+    const EntryCounts counts = Config::kTeamTiles == 2 ? totals.pairs
+                               : is_behind_pairs       ? totals.rest
+                                                       : totals.tiles;
+    smem_.order = is_behind_pairs ? args_.schedule.rest : team_lists<Config>(args_).order;
+    smem_.list_tiles = counts.most;
+    smem_.has_gaps = counts.fewest < counts.most;
+    smem_.claim_base = num_teams;
+    if (is_behind_pairs) {
+      const int32_t num_pair_claims = args_.b * args_.h_q * totals.pairs.most;
+      smem_.claim_base = num_teams / 2 - num_pair_claims;
+      claimed_ = rank_ == 0 ? smem_.claimed_last : atomicAdd(args_.next_tile, 1);
+    }
+  }
 
   // The claimed tile grows in its slot of shared memory: registers are scarce here, too.
   __device__ __forceinline__ void advance_claim(int32_t phase) {
@@ -113,8 +141,7 @@ class Loader {
         const TilePlace place = locate_tile<Config>(args_, list_tiles(), tile_id);
         if (is_issuer_)
           next.h_idx = place.h_idx + member(Config::kTeamHeads), next.b_idx = place.b_idx;
-        fetch_entry(
-            lists.order[mask_list(args_, place.b_idx, place.h_idx) * lists.count + place.rank]);
+        fetch_entry(order()[mask_list(args_, place.b_idx, place.h_idx) * lists.count + place.rank]);
       }
     } else {
       if (is_issuer_) {
@@ -150,7 +177,10 @@ class Loader {
   __device__ __forceinline__ int32_t receive_claim() {
     const uint32_t slot = claim_pos_.slot;
     const int32_t claimed = __shfl_sync(kAllLanes, claimed_, 0);  // below 0: the tile to begin with
-    int32_t tile_id = static_cast<int32_t>(gridDim.x) / Config::kTeam + claimed;
+    int32_t tile_id = claim_base() + claimed;
+    if constexpr (Config::kIsCut && Config::kTeamTiles == 2) {
+      if (is_issuer_) smem_.claimed_last = claimed;
+    }
     if (Config::kIsPair && claimed >= 0) {
       if (rank_ != 0) {
         ptx::mbar_wait_warp(&smem_.claim_full[slot], claim_pos_.parity);
@@ -199,11 +229,11 @@ class Loader {
     while (true) {
       const int32_t claimed = __shfl_sync(kAllLanes, claimed_, 0);
       if (Config::kIsPair && rank_ != 0 && claimed >= 0) return;  // what is sent is there
-      const int32_t tile_id = static_cast<int32_t>(gridDim.x) / Config::kTeam + claimed;
+      const int32_t tile_id = claim_base() + claimed;
       if (tile_id >= num_tiles()) return;
       const TilePlace place = locate_tile<Config>(args_, list_tiles(), tile_id);
       const int64_t list_begin = mask_list(args_, place.b_idx, place.h_idx) * lists.count;
-      if (lists.order[list_begin + place.rank].list.num_spans() > 0) return;
+      if (order()[list_begin + place.rank].list.num_spans() > 0) return;
       ask_for_claim();
     }
   }
@@ -228,8 +258,8 @@ class Loader {
       ptx::mbar_arrive_expect_tx(barrier, Config::kBytesK);
 #pragma unroll
       for (int panel = 0; panel < Config::kPanelsQk; ++panel) {
-        load_panel(smem_.k[k_pos_.slot], &args_.map_k[Config::kTeamTiles == 2], barrier, panel,
-                   panel % 2, k_begin, h_kv_idx, tile.b_idx);
+        load_panel(smem_.k[k_pos_.slot], &args_.map_k[kHasPairSteps], barrier, panel, panel % 2,
+                   k_begin, h_kv_idx, tile.b_idx);
       }
     }
     __syncwarp();
@@ -298,7 +328,7 @@ class Loader {
       ptx::mbar_arrive_expect_tx(barrier, Config::kBytesV);
 #pragma unroll
       for (int panel = 0; panel < Config::kPanelsV; ++panel) {
-        load_panel(smem_.v[v_pos_.slot], &args_.map_v[Config::kTeamTiles == 2], barrier, panel,
+        load_panel(smem_.v[v_pos_.slot], &args_.map_v[kHasPairSteps], barrier, panel,
                    (panel + 1) % 2, pending.k_begin, pending.h_kv_idx, pending.b_idx);
       }
     }
