@@ -25,8 +25,8 @@ void build(const MaskView& mask, const ScheduleView& schedule) {
   } else {
     cuda_on_host::launch(sizes.list_ctas, kListThreads, list_kernel<kForm, false>, mask, schedule);
   }
-  cuda_on_host::launch(sizes.tile_order_ctas + sizes.pair_order_ctas, kRankThreads, order_kernel,
-                       schedule, sizes.tile_order_ctas);
+  cuda_on_host::launch(sizes.order_ctas, kRankThreads, order_kernel, schedule,
+                       sizes.tile_order_ctas, sizes.pair_order_ctas);
 }
 
 // Classes of the columns and granules of `num_tiles` query tiles, from single columns. Tile idx has rows
@@ -64,7 +64,7 @@ Granules granules_of(const MaskView& mask, int32_t list_idx, const int32_t* begi
   return granules;
 }
 
-// The shift of a single tile's list.
+// The shift of a list that may have one.
 int32_t shift_of(const MaskView& mask, const Granules& granules) {
   if (mask.block_mask != nullptr || mask.s_k > kSectionGranules * kGranuleCols) return 0;
   const auto& visible = granules.is_visible;
@@ -84,7 +84,14 @@ int32_t shift_of(const MaskView& mask, const Granules& granules) {
 
 extern "C" {
 
-int32_t item_cols(int32_t is_pair) { return is_pair ? kPairItemCols : kTileItemCols; }
+// has_cuts: some list of the mask has tiles that begin at documents.
+int32_t item_cols(int32_t is_pair, int32_t has_cuts) {
+  return is_pair && !has_cuts ? kPairItemCols : kTileItemCols;
+}
+
+bool pair_is_walked(int32_t pair, int32_t first, int32_t second) {
+  return is_worth_a_pair(pair, first, second);
+}
 
 int64_t schedule_bytes(const MaskView* mask) { return schedule_layout(*mask, nullptr, nullptr); }
 
@@ -108,8 +115,8 @@ int32_t room_of_tiles(const MaskView* mask) {
   return view.tiles.count;
 }
 
-// Byte offsets of the totals, of order, costs and spans of tiles, then of pairs; max_spans; and the offset of q_begins, or
-// -1 if tiles are on the grid.
+// Byte offsets of the totals, of order, costs and spans of tiles, then of pairs; max_spans; and the offsets of q_begins and
+// of rest, or -1 if tiles are on the grid.
 void schedule_offsets(const MaskView* mask, int64_t* offsets) {
   ScheduleView view;
   char base[1];
@@ -120,17 +127,19 @@ void schedule_offsets(const MaskView* mask, int64_t* offsets) {
     put(lists.order), put(lists.costs), put(lists.spans);
   }
   *offsets++ = view.max_spans;
-  *offsets = view.q_begins == nullptr ? -1 : reinterpret_cast<char*>(view.q_begins) - base;
+  const bool may_cut = view.q_begins != nullptr;
+  *offsets++ = may_cut ? reinterpret_cast<char*>(view.q_begins) - base : -1;
+  *offsets = may_cut ? reinterpret_cast<char*>(view.rest) - base : -1;
 }
 
 // Spans of one query tile, or of a pair, as `packed` holds them; the head of their list. The tiles begin at begins[0] and
 // begins[1], and end at the next one.
 uint32_t plain_spans(const MaskView* mask, int32_t list_idx, const int32_t* begins, int32_t is_pair,
-                     uint32_t* packed, int32_t capacity) {
+                     int32_t has_cuts, uint32_t* packed, int32_t capacity) {
   const Granules granules = granules_of(*mask, list_idx, begins, is_pair ? 2 : 1);
   const auto num_granules = static_cast<int32_t>(granules.is_visible.size());
-  const int32_t length = item_cols(is_pair) / kGranuleCols;
-  const int32_t shift = is_pair ? 0 : shift_of(*mask, granules);
+  const int32_t length = item_cols(is_pair, has_cuts) / kGranuleCols;
+  const int32_t shift = is_pair && !has_cuts ? 0 : shift_of(*mask, granules);
   struct Open {
     int32_t begin, count, is_full;
   };

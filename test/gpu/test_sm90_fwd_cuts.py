@@ -116,7 +116,7 @@ def test_what_rows_behind_a_short_tile_see_reaches_no_other(
     case = replace(plain, build_mask=lambda: RawMask(bounds, is_causal))
     inputs, mask = make_inputs(case, torch.bfloat16)
     schedule = sm90.build_schedule(mask)
-    assert schedule[:64].view(torch.int32)[8] > 0, "no tile begins at a document"
+    assert schedule[:64].view(torch.int32)[12] > 0, "no tile begins at a document"
     clean, clean_lse = sm90.forward(inputs.q, inputs.k, inputs.v, mask, schedule=schedule)
     check_forward(case.name, inputs, mask, (clean, clean_lse))
     spoilt_rows = torch.arange(5000, device="cuda") % 7 == 3

@@ -19,6 +19,9 @@ from paddle_fm3.testing.reference import visible_plane
 CUT_ALL_SIZES = "-DFM3_CUT_ALL_SIZES"  # query tiles of small masks, too, begin at documents
 TILE_Q = 128
 SHORT_COLS = 80  # of the last item of a list that ends short
+PAIR_SHARE = (
+    64  # of a mask with cuts a pair's list costs at most a share of 1 / PAIR_SHARE more than those of its tiles
+)
 Spans = list[tuple[int, int, bool, bool]]  # (k_begin, count of items, is_full, ends_short)
 
 
@@ -26,7 +29,7 @@ def compile_library(folder: Path, *flags: str) -> ctypes.CDLL:
     """test/cpp/sm90_schedule.cc as a library in `folder`."""
     # Fibers jump between stacks, which the checked longjmp refuses.
     library = compile_for_host("sm90_schedule.cc", folder, "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE", *flags)
-    library.schedule_bytes.restype = ctypes.c_int64
+    library.schedule_bytes.restype, library.pair_is_walked.restype = ctypes.c_int64, ctypes.c_bool
     return library
 
 
@@ -42,7 +45,7 @@ class Lists:
     """Of single query tiles, or of pairs of them."""
 
     order: np.ndarray  # int32 [b * h_mask, count, 4]: tile, head of its list, begin and counts of its rows
-    costs: np.ndarray  # int32 [b * h_mask, count, 4]: items, head of the list, rows
+    costs: np.ndarray  # int32 [b * h_mask, count, 4]: halves of items, head of the list, rows
     spans: np.ndarray  # uint32 [b * h_mask, count, max_spans], packed
     begins: np.ndarray  # int32 [b * h_mask, count + 1]: first rows; s_q where a list has no more tiles
     middles: np.ndarray  # int32 [b * h_mask, count]: where a pair's second tile begins; of single tiles, their ends
@@ -67,28 +70,51 @@ def build(library: ctypes.CDLL, mask: NativeMask) -> np.ndarray:
     return blob
 
 
+Counts = tuple[int, int]  # entries with a tile: of the order that has most of them, of the one that has fewest
+
+
 @dataclass(frozen=True)
 class Totals:
-    items: tuple[int, int]  # of tiles, of pairs
-    most_tiles: int  # of a list
-    fewest_tiles: int
+    halves: tuple[int, int]  # of items: of tiles, of pairs
+    late: tuple[int, int]
+    tiles: Counts
+    pairs: Counts
+    rest: Counts
     num_cuts: int  # of all lists
 
 
-def take_apart(library: ctypes.CDLL, mask: NativeMask, blob: np.ndarray) -> tuple[Totals, list[Lists]]:
-    """Totals, and lists of tiles and of pairs, in a schedule's bytes."""
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    totals: Totals
+    tiles: Lists
+    pairs: Lists
+    rest: np.ndarray | None  # as the order of tiles, of those that are in no pair; None if tiles are on the grid
+
+    @property
+    def lists(self) -> tuple[Lists, Lists]:
+        return self.tiles, self.pairs
+
+    @property
+    def has_cuts(self) -> bool:
+        return self.totals.num_cuts > 0
+
+
+def take_apart(library: ctypes.CDLL, mask: NativeMask, blob: np.ndarray) -> Schedule:
+    """What is in a schedule's bytes."""
     view = mask.view
-    offsets = (ctypes.c_int64 * 9)()
+    offsets = (ctypes.c_int64 * 10)()
     library.schedule_offsets(ctypes.byref(view), offsets)
 
     def part(offset: int, dtype: type, *shape: int) -> np.ndarray:
         return blob[offset : offset + 4 * int(np.prod(shape))].view(dtype).reshape(shape)
 
     room, num_lists = library.room_of_tiles(ctypes.byref(view)), mask.b * mask.h_mask
+    rest = None
     if offsets[8] < 0:
         begins = np.repeat(np.minimum(np.arange(room + 1) * TILE_Q, mask.s_q)[None], num_lists, axis=0)
     else:
         begins = part(offsets[8], np.int32, num_lists, room + 1)
+        rest = part(offsets[9], np.int32, num_lists, room, 4)
     with_second = np.concatenate([begins, begins[:, -1:]], axis=1)  # a last pair may lack its second tile
     lists = []
     for idx, count in enumerate((room, -(-room // 2))):
@@ -97,31 +123,33 @@ def take_apart(library: ctypes.CDLL, mask: NativeMask, blob: np.ndarray) -> tupl
         lists.append(Lists(part(order, np.int32, *shape, 4), part(costs, np.int32, *shape, 4),
                            part(spans, np.uint32, *shape, offsets[7]), with_second[:, :: 1 + idx][:, : count + 1],
                            with_second[:, 1 :: 1 + idx][:, :count]))  # fmt: skip
-    totals = part(offsets[0], np.uint32, 9).tolist()
-    return Totals((totals[0], totals[2]), *totals[6:9]), lists
+    of_tiles, _, of_pairs, _, *words = part(offsets[0], np.uint32, 13).tolist()
+    late, tiles, pairs, rest_counts = (tuple(words[at : at + 2]) for at in range(0, 8, 2))
+    return Schedule(Totals((of_tiles, of_pairs), late, tiles, pairs, rest_counts, words[8]), *lists, rest)
 
 
 def unpack(packed: np.ndarray) -> Spans:
     return [(int(x >> 12) * 16, int(x >> 2 & 1023), bool(x & 1), bool(x & 2)) for x in packed]
 
 
-def plain_spans(library: ctypes.CDLL, mask: NativeMask, list_idx: int, rows: tuple[int, ...]) -> tuple[np.ndarray, int]:
+def plain_spans(
+    library: ctypes.CDLL, mask: NativeMask, list_idx: int, rows: tuple[int, ...], *, has_cuts: bool = False
+) -> tuple[np.ndarray, int]:
     """Spans of a list, packed, and its head. `rows`: where its tile begins and ends, or its pair's tiles, one behind the
-    other."""
-    packed = np.empty(mask.s_k // library.item_cols(0) + 3, np.uint32)
+    other. has_cuts: of the mask; single tiles do not depend on it."""
+    packed = np.empty(mask.s_k // library.item_cols(0, 0) + 3, np.uint32)
     view, begins = mask.view, (ctypes.c_int32 * len(rows))(*rows)
     address = packed.ctypes.data_as(ctypes.c_void_p)
     is_pair = int(len(rows) == 3)
-    head = library.plain_spans(ctypes.byref(view), list_idx, begins, is_pair, address, len(packed))  # int32
-    return packed[: head & (1 << 28) - 1], head
+    head = library.plain_spans(ctypes.byref(view), list_idx, begins, is_pair, int(has_cuts), address, len(packed))
+    return packed[: head & (1 << 28) - 1], head  # int32
 
 
-def check_build(library: ctypes.CDLL, mask: NativeMask, entries: list[int] | None = None) -> list[Lists]:
+def check_build(library: ctypes.CDLL, mask: NativeMask, entries: list[int] | None = None) -> Schedule:
     """Compares the kernels' product with the plain lists (of `entries`, default: all)."""
-    totals, lists = take_apart(library, mask, build(library, mask))
-    for is_pair, one in enumerate(lists):
+    schedule = take_apart(library, mask, build(library, mask))
+    for is_pair, one in enumerate(schedule.lists):
         num_lists, count, max_spans = one.spans.shape
-        has_rows = one.begins[:, :-1] < mask.s_q
         for list_idx in range(num_lists):
             for entry in range(count) if entries is None else [entry for entry in entries if entry < count]:
                 begin, middle, end = (int(x[list_idx, at]) for x, at in
@@ -129,24 +157,75 @@ def check_build(library: ctypes.CDLL, mask: NativeMask, entries: list[int] | Non
                 where = f"list {list_idx}, {'pair' if is_pair else 'tile'} {entry}"
                 rows = [begin, (end - middle) << 16 | (middle - begin)]
                 assert 0 <= middle - begin <= TILE_Q and 0 <= end - middle <= TILE_Q, where
-                if not has_rows[list_idx, entry]:
-                    assert one.costs[list_idx, entry].tolist() == [0, 0, mask.s_q, 0], where
+                if begin == middle or (is_pair and schedule.has_cuts and middle == end):
+                    assert one.costs[list_idx, entry].tolist() == [0, 0, *rows], where
                     continue
-                wanted, head = plain_spans(library, mask, list_idx, (begin, middle, end)[: 2 + is_pair])
+                begins = (begin, middle, end)[: 2 + is_pair]
+                wanted, head = plain_spans(library, mask, list_idx, begins, has_cuts=schedule.has_cuts)
                 assert len(wanted) < max_spans, "no room for the end"
                 found = one.spans[list_idx, entry, : len(wanted)]
                 assert unpack(found) == unpack(wanted), where
                 assert one.spans[list_idx, entry, len(wanted)] == 0, f"{where}: the end is missing"
-                items = sum(span[1] for span in unpack(wanted))
-                assert one.costs[list_idx, entry].tolist() == [items, head, *rows], where
-            items = one.costs[list_idx, :, 0]
-            dearest_first = np.lexsort((np.arange(count), -items))
-            assert one.order[list_idx, :, 0].tolist() == dearest_first.tolist()
-            assert one.order[list_idx, :, 1:].tolist() == one.costs[list_idx, dearest_first, 1:].tolist()
-        assert totals.items[is_pair] == one.costs[:, :, 0].sum()
-    num_tiles = (lists[0].begins[:, :-1] < mask.s_q).sum(1)
-    assert (totals.most_tiles, totals.fewest_tiles) == (num_tiles.max(), num_tiles.min())
-    return lists
+                halves = halves_of(unpack(wanted), has_short=not is_pair or schedule.has_cuts)
+                assert one.costs[list_idx, entry].tolist() == [halves, head, *rows], where
+    check_orders(schedule)
+    return schedule
+
+
+def halves_of(spans: Spans, *, has_short: bool) -> int:
+    """What a list costs."""
+    return sum(2 * count - (has_short and ends_short) for _, count, _, ends_short in spans)
+
+
+def is_worth_a_pair(pair: int, first: int, second: int) -> bool:
+    """Of a mask with cuts; costs of three lists, 0: there is none."""
+    num_more = 2 * pair - (first + second)
+    return pair > 0 and num_more * PAIR_SHARE <= first + second
+
+
+def chosen_pairs(schedule: Schedule) -> np.ndarray:
+    """bool [b * h_mask, pairs]: those that are walked. Of a mask with cuts."""
+    tiles = np.pad(schedule.tiles.costs[:, :, 0], ((0, 0), (0, 1)))
+    chosen = np.zeros(schedule.pairs.costs.shape[:2], bool)
+    for list_idx, pair in np.ndindex(chosen.shape):
+        first, second = tiles[list_idx, 2 * pair : 2 * pair + 2].tolist()
+        chosen[list_idx, pair] = is_worth_a_pair(int(schedule.pairs.costs[list_idx, pair, 0]), first, second)
+    return chosen
+
+
+def check_orders(schedule: Schedule) -> None:
+    """Of tiles, of pairs and of the rest: what is in them, by falling cost; and the totals."""
+    tiles, pairs, totals = schedule.tiles, schedule.pairs, schedule.totals
+    in_pairs = np.ones(pairs.costs.shape[:2], bool)
+    orders = {"tiles": (tiles.order, tiles.costs, tiles.costs[:, :, 0])}
+    if schedule.has_cuts:
+        in_pairs = chosen_pairs(schedule)
+        in_rest = ~np.repeat(in_pairs, 2, axis=1)[:, : tiles.costs.shape[1]]
+        assert schedule.rest is not None
+        orders["rest"] = (schedule.rest, tiles.costs, np.where(in_rest, tiles.costs[:, :, 0], 0))
+        check_each_tile_is_there_once(schedule)
+    orders["pairs"] = (pairs.order, pairs.costs, np.where(in_pairs, pairs.costs[:, :, 0], 0))
+    for name, (order, costs, halves) in orders.items():
+        for list_idx, own in enumerate(halves):
+            by_cost = np.lexsort((np.arange(len(own)), -own))
+            assert order[list_idx, :, 0].tolist() == by_cost.tolist(), name
+            heads = np.where(own > 0, costs[list_idx, :, 1], 0)
+            assert order[list_idx, :, 1].tolist() == heads[by_cost].tolist(), name
+            assert order[list_idx, :, 2:].tolist() == costs[list_idx, by_cost, 2:].tolist(), name
+        num_entries = np.count_nonzero(halves, axis=1)
+        assert getattr(totals, name) == (num_entries.max(), num_entries.min()), name
+    assert totals.halves == (orders["tiles"][2].sum(), orders["pairs"][2].sum())
+    assert totals.late == (0, 0)
+
+
+def check_each_tile_is_there_once(schedule: Schedule) -> None:
+    """In one of two orders, alone or in a pair: what the forward walks, if tiles begin at documents."""
+    assert schedule.rest is not None
+    for begins, pairs, rest in zip(schedule.tiles.begins, schedule.pairs.order, schedule.rest, strict=True):
+        walked = np.repeat(2 * pairs[pairs[:, 1] != 0, 0], 2)
+        walked[1::2] += 1
+        walked = [*walked.tolist(), *rest[rest[:, 1] != 0, 0].tolist()]
+        assert sorted(walked) == np.flatnonzero(np.diff(begins)).tolist()
 
 
 def planes(raw: RawMask, s_q: int, s_k: int) -> np.ndarray:
@@ -184,25 +263,25 @@ def check_spans(spans: Spans, visible: np.ndarray, item_cols: int, shift: int = 
     assert not missed.any(), f"visible columns {np.flatnonzero(missed)[:5]} are not visited: {spans}"
 
 
-def check_raw(library: ctypes.CDLL, raw: RawMask, s_q: int, s_k: int) -> Lists:
-    """Compares with the plain lists and with the dense mask; returns the lists of single tiles."""
+def check_raw(library: ctypes.CDLL, raw: RawMask, s_q: int, s_k: int) -> Schedule:
+    """Compares with the plain lists and with the dense mask."""
     visible = planes(raw, s_q, s_k)
-    mask = NativeMask.from_bounds(raw.startend_row_indices, raw.causal, s_q, raw.block_mask)
-    tiles, pairs = check_build(library, mask)
-    for is_pair, one in enumerate((tiles, pairs)):
+    schedule = check_build(library, NativeMask.from_bounds(raw.startend_row_indices, raw.causal, s_q, raw.block_mask))
+    for is_pair, one in enumerate(schedule.lists):
+        item_cols = library.item_cols(is_pair, int(schedule.has_cuts))
         for list_idx, entry in np.ndindex(one.num_spans.shape):
             spans = unpack(one.spans[list_idx, entry, : one.num_spans[list_idx, entry]])
             seen = visible[list_idx, one.begins[list_idx, entry] : one.begins[list_idx, entry + 1]]
-            if len(seen) == 0:
+            if len(spans) == 0:
                 continue
             shift = int(one.shifts[list_idx, entry])
-            check_spans(spans, seen, library.item_cols(is_pair), shift)
+            check_spans(spans, seen, item_cols, shift)
             if shift:
                 first = int(seen.any(0).argmax())
                 assert first == spans[0][0] + shift and seen[:, first : first // 16 * 16 + 16].all()
                 with pytest.raises(AssertionError):
-                    check_spans(spans, seen, library.item_cols(0), shift + 1)
-    return tiles
+                    check_spans(spans, seen, item_cols, shift + 1)
+    return schedule
 
 
 def documents(lengths: list[int], *, causal: bool) -> tuple[RawMask, int]:

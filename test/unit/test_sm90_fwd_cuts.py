@@ -20,6 +20,8 @@ from schedule_support import (
     check_raw,
     compile_library,
     documents,
+    halves_of,
+    is_worth_a_pair,
     mask_of,
     plain_spans,
     take_apart,
@@ -45,17 +47,21 @@ def native(raw: RawMask, s_q: int) -> NativeMask:
 
 
 def build_tiles(library: ctypes.CDLL, mask: NativeMask) -> Lists:
-    return take_apart(library, mask, build(library, mask))[1][0]
+    return take_apart(library, mask, build(library, mask)).tiles
 
 
 def begins_of(tiles: Lists, list_idx: int = 0) -> list[int]:
-    """Of the tiles that there are, and the end."""
+    """Of the tiles up to the last one with rows, and the end."""
     begins = tiles.begins[list_idx].tolist()
     return begins[: begins.index(begins[-1]) + 1]
 
 
 def room(s: int) -> int:
-    return -(-s // TILE_Q) + -(-s // TILE_Q) // 8 + 1
+    return -(-s // TILE_Q) + -(-s // TILE_Q) // 4 + 1
+
+
+def even_tiles(rows: int) -> int:
+    return -(-rows // (2 * TILE_Q)) * 2
 
 
 def wanted_begins(lengths: list[int], *, causal: bool) -> list[int]:
@@ -67,17 +73,20 @@ def wanted_begins(lengths: list[int], *, causal: bool) -> list[int]:
         behind = s - border if is_last else behind
         if lengths[idx] + (0 if grows else behind) < CUT_ROWS:
             continue
-        num_before = num_tiles - (cuts[-1][0] - border) // TILE_Q
-        if num_before - (border - s) // TILE_Q > room(s):
+        num_before = num_tiles + even_tiles(border - cuts[-1][0])
+        if num_before + even_tiles(s - border) > room(s):
             break
         cuts, num_tiles = [*cuts, (border, is_last or (causal and behind > 1))], num_before
     if len(cuts) == 1:
         return [*range(0, s, TILE_Q), s]
     begins = []
     for (begin, grows), end in zip(cuts, [*(cut for cut, _ in cuts[1:]), s], strict=True):
-        inside = range(begin + TILE_Q, end, TILE_Q) if not grows else range(end - TILE_Q, begin, -TILE_Q)[::-1]
-        begins += [begin, *inside]
-    return [*begins, s]
+        rows = end - begin
+        sizes = [TILE_Q] * (rows // TILE_Q) + ([rows % TILE_Q] if rows % TILE_Q else [])
+        sizes += [0] * (len(sizes) % 2)  # the tiles of a document go in pairs
+        sizes = sizes[::-1] if grows else sizes
+        begins += [begin + sum(sizes[:idx]) for idx in range(len(sizes))]
+    return [*begins[: begins.index(s) if s in begins else None], s]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,9 +96,11 @@ def test_tiles_begin_at_documents(library: ctypes.CDLL, kind: str, most: int) ->
     for _ in range(6):
         lengths = rng.integers(1, most, int(rng.integers(2, 12000 // most + 3))).tolist()
         raw, s = documents(lengths, causal=kind == "causal")
-        totals, lists = take_apart(library, native(raw, s), build(library, native(raw, s)))
-        found, wanted = begins_of(lists[0]), wanted_begins(lengths, causal=kind == "causal")
-        assert found == wanted and (totals.num_cuts > 0) == (found[:-1] != [*range(0, s, TILE_Q)])
+        schedule = take_apart(library, native(raw, s), build(library, native(raw, s)))
+        found, wanted = begins_of(schedule.tiles), wanted_begins(lengths, causal=kind == "causal")
+        assert found == wanted and schedule.has_cuts == (found[:-1] != [*range(0, s, TILE_Q)])
+        for cut in set(found) & set(np.cumsum(lengths).tolist()[:-1]):
+            assert not schedule.has_cuts or cut in found[::2], "a pair lies in two documents"
         num_cut += found[:-1] != [*range(0, s, TILE_Q)]
     assert (num_cut > 2) == (most > 200)
 
@@ -125,7 +136,7 @@ def test_forms_that_say_the_same_are_cut_alike(library: ctypes.CDLL, kind: str) 
     wanted = wanted_begins(lengths, causal=kind == "causal")
     for causal, columns in [(raw.causal, [*bounds[0, 0].T]), *forms]:
         one = np.ascontiguousarray(np.stack(columns, 1)[None, None], np.int32)
-        assert begins_of(check_raw(library, RawMask(one, causal), s, s)) == wanted, len(columns)
+        assert begins_of(check_raw(library, RawMask(one, causal), s, s).tiles) == wanted, len(columns)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,7 +146,7 @@ def test_lists_of_cut_tiles(library: ctypes.CDLL, kind: str) -> None:
     for _ in range(8):
         lengths = rng.choice([1, 15, 100, 384, 385, 700, 1000], 5) + rng.integers(0, 17, 5)
         raw, s = documents(lengths.tolist(), causal=kind == "causal")
-        num_cut += begins_of(check_raw(library, raw, s, s)) != [*range(0, s, TILE_Q), s]
+        num_cut += begins_of(check_raw(library, raw, s, s).tiles) != [*range(0, s, TILE_Q), s]
         bounds = raw.startend_row_indices
         assert bounds is not None
         for hidden in (rng.random(s) < 0.02, np.arange(s) // 40 % 7 == 3):  # these keys nobody sees
@@ -146,7 +157,7 @@ def test_lists_of_cut_tiles(library: ctypes.CDLL, kind: str) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_hostile_masks(library: ctypes.CDLL, case) -> None:
-    check_tiles(check_build(library, mask_of(case))[0], case.s_q)
+    check_tiles(check_build(library, mask_of(case)).tiles, case.s_q)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=FORM_IDS)
@@ -154,16 +165,18 @@ def test_random_masks(library: ctypes.CDLL, form: tuple[bool, int]) -> None:
     rng = np.random.default_rng(100 + form[1] + 10 * form[0])
     for idx in range(30):
         mask = random_mask(rng, form, idx)
-        check_tiles(check_build(library, mask)[0], mask.s_q)
+        check_tiles(check_build(library, mask).tiles, mask.s_q)
 
 
 def check_tiles(tiles: Lists, s_q: int) -> None:
-    """All rows, each once, at most 128 a tile."""
+    """All rows, each once, at most 128 a tile; no pair of tiles is empty but behind the last one."""
     for begins in tiles.begins:
         sizes = np.diff(begins)
-        num_tiles = np.count_nonzero(sizes)
         assert begins[0] == 0 and begins[-1] == s_q
-        assert (sizes[:num_tiles] > 0).all() and (sizes <= TILE_Q).all() and (sizes[num_tiles:] == 0).all()
+        assert (sizes >= 0).all() and (sizes <= TILE_Q).all()
+        pairs = sizes[: len(sizes) // 2 * 2].reshape(-1, 2).sum(1)
+        num_pairs = np.count_nonzero(pairs)
+        assert (pairs[:num_pairs] > 0).all()
 
 
 def test_rows_and_keys_need_not_be_as_many(library: ctypes.CDLL) -> None:
@@ -174,7 +187,7 @@ def test_rows_and_keys_need_not_be_as_many(library: ctypes.CDLL) -> None:
     for first in (0, 77):
         bounds = np.stack([end, begin], 1)[None, None] + first
         s_q = sum(rows) + first
-        tiles = check_raw(library, RawMask(bounds.astype(np.int32), False), s_q, int(keys.sum()))
+        tiles = check_raw(library, RawMask(bounds.astype(np.int32), False), s_q, int(keys.sum())).tiles
         for cut in (400, 1200):
             assert cut + first in begins_of(tiles)
 
@@ -184,8 +197,8 @@ def test_rows_of_borders_that_do_not_ascend(library: ctypes.CDLL, again: tuple[i
     """Keys whose rows begin from the first one again: no cut at a row twice, nor before another one."""
     rows = [(0, 600), (600, 1200), again, (again[1], again[1] + 600)]
     bounds = np.repeat([(end, begin) for begin, end in rows], 500, axis=0)[None, None].astype(np.int32)
-    begins = begins_of(check_raw(library, RawMask(bounds, False), 1200, 2000))
-    assert begins == [0, 128, 256, 384, 512, 600, 728, 856, 984, 1112, 1200]
+    begins = begins_of(check_raw(library, RawMask(bounds, False), 1200, 2000).tiles)
+    assert begins == [0, 128, 256, 384, 512, 600, 600, 728, 856, 984, 1112, 1200]
 
 
 def test_no_row_sees_both_sides_of_a_cut(library: ctypes.CDLL) -> None:
@@ -206,7 +219,7 @@ def test_no_row_sees_both_sides_of_a_cut(library: ctypes.CDLL) -> None:
 
 
 def test_cuts_end_where_the_room_ends(library: ctypes.CDLL) -> None:
-    lengths = [385] * 180 + [16_464]  # some of the last borders would cost no tile
+    lengths = [385] * 200 + [16_464]  # some of the last borders would cost no tile
     raw, s = documents(lengths, causal=True)
     mask = native(raw, s)
     assert library.room_of_tiles(ctypes.byref(mask.view)) == room(s)
@@ -245,9 +258,9 @@ def test_masks_that_stay_on_the_grid(library: ctypes.CDLL, tmp_path: Path) -> No
         ),
     }
     for name, mask in masks.items():
-        totals, lists = take_apart(library, mask, build(library, mask))
-        assert (begins_of(lists[0]) != [*range(0, s, TILE_Q), s]) == (name == "cut"), name
-        assert totals.num_cuts == (1 if name == "cut" else 0)
+        schedule = check_build(library, mask)
+        assert (begins_of(schedule.tiles) != [*range(0, s, TILE_Q), s]) == (name == "cut"), name
+        assert schedule.totals.num_cuts == (1 if name == "cut" else 0)
     # Of the sizes of real calls three sequences of 8K do, four do not, whether of entries or of heads.
     sized = compile_library(tmp_path)
     raw, s = documents([5000, 3192], causal=False)
@@ -262,47 +275,96 @@ def test_entries_are_cut_apart(library: ctypes.CDLL) -> None:
     alone = [begins_of(build_tiles(library, native(raw, 2000))) for raw in parts]
     bounds = np.concatenate([raw.startend_row_indices for raw in parts])
     mask = NativeMask.from_bounds(bounds.astype(np.int32), True, 2000)
-    tiles = check_build(library, mask)[0]
-    assert [begins_of(tiles, idx) for idx in range(3)] == alone
-    totals, _ = take_apart(library, mask, build(library, mask))
-    assert (
-        totals.num_cuts == 1 + 2
-        and totals.fewest_tiles == 16
-        and totals.most_tiles == max(len(begins) for begins in alone) - 1 > 16
-    )
+    schedule = check_build(library, mask)
+    assert [begins_of(schedule.tiles, idx) for idx in range(3)] == alone
+    with_rows = [np.count_nonzero(np.diff(begins)) for begins in alone]
+    assert schedule.totals.num_cuts == 1 + 2 and schedule.totals.tiles == (max(with_rows), 16) and max(with_rows) > 16
+
+
+# Of each entry the lengths of its documents; whether they are causal; how many pairs and how many other tiles it has.
+ENTRIES = {
+    "both": ([[1300, 900, 872], [3072], [350, 384, 600, 1738]], False, [12, 12, 11], [2, 0, 3]),
+    "pairs alone": ([[1024, 1536, 512], [1280, 1792]], False, [12, 12], [0, 0]),
+    "rest alone": ([[2012, 988], [832, 1615, 356, 197]], True, [0, 0], [24, 25]),
+    "one without pairs": ([[4100], [2112, 1988], [1300, 900, 1900]], True, [2, 0, 1], [29, 33, 32]),
+}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_pairs_and_tiles_in_none(library: ctypes.CDLL, name: str) -> None:
+    """Lists of one mask with different numbers of both. Pairs have the steps of single tiles, shifted and short ones, too."""
+    entries, causal, num_pairs, num_rest = ENTRIES[name]
+    bounds = np.concatenate([documents(lengths, causal=causal)[0].startend_row_indices for lengths in entries])
+    schedule = check_raw(library, RawMask(bounds.astype(np.int32), causal), *[sum(entries[0])] * 2)
+    assert schedule.has_cuts and schedule.rest is not None
+    chosen = schedule.pairs.order[:, :, 1] != 0
+    assert chosen.sum(1).tolist() == num_pairs and (schedule.rest[:, :, 1] != 0).sum(1).tolist() == num_rest
+    assert schedule.totals.pairs == (max(num_pairs), min(num_pairs))
+    assert schedule.totals.rest == (max(num_rest), min(num_rest))
+    if name == "both":
+        pairs, (list_idx, pair) = schedule.pairs, np.nonzero(schedule.pairs.num_spans)
+        lasts = pairs.spans[list_idx, pair, pairs.num_spans[list_idx, pair] - 1]
+        assert np.count_nonzero(pairs.shifts) > 10 and np.count_nonzero(lasts & 2) > 10, "shifted, short"
+
+
+def test_which_pairs_are_walked(library: ctypes.CDLL) -> None:
+    """The rule by itself, at its edge for lists of any length."""
+    num_walked = 0
+    for first, second in itertools.product([0, 1, 2, 63, 64, 65, 128, 4000, 200_000], repeat=2):
+        for pair in {0, 1, *range((first + second) // 2 - 3, (first + second) // 2 + 70), 209_716}:
+            is_walked = library.pair_is_walked(pair, first, second)
+            assert is_walked == is_worth_a_pair(pair, first, second)
+            num_walked += is_walked
+    assert num_walked > 400
 
 
 def cost(library: ctypes.CDLL, mask: NativeMask, begins: list[int]) -> tuple[int, int]:
     """Halves of steps of the first list's tiles, and how many steps have a mask."""
     halves, masked = 0, 0
     for rows in itertools.pairwise(begins):
-        for _, count, is_full, ends_short in unpack(plain_spans(library, mask, 0, rows)[0]):
-            halves += 2 * count - ends_short
-            masked += 0 if is_full else count
+        if rows[0] == rows[1]:
+            continue
+        spans = unpack(plain_spans(library, mask, 0, rows)[0])
+        halves += halves_of(spans, has_short=True)
+        masked += sum(count for _, count, is_full, _ in spans if not is_full)
     return halves, masked
 
 
 @pytest.mark.parametrize(
-    ("name", "tiles", "on_grid", "cut"),
+    ("name", "tiles", "on_grid", "cut", "pairs", "rest"),
     [
-        ("8k_causal_document", 68, (870, 150), (832, 116)), ("32k_causal_document", 261, (5076, 637), (4952, 468)),
-        ("8k_document", 68, (1584, 146), (1585, 68)), ("32k_document", 261, (9788, 634), (9565, 261)),
-        ("32k_share_question", 269, (3713, 882), (3629, 764)), ("32k_prefix_document", 261, (5259, 639), (5112, 438)),
-        ("32k_causal_blockwise", 261, (10471, 800), (10371, 644)),
-        ("32k_window", 256, (6944, 745), (6944, 745)), ("8k_random_eviction", 64, (3337, 1298), (3337, 1298)),
+        ("8k_causal_document", 68, (870, 150), (832, 116), (3, 38), (62, 757)),
+        ("32k_causal_document", 261, (5076, 637), (4952, 468), (9, 262), (243, 4435)),
+        ("8k_document", 68, (1584, 146), (1585, 68), (33, 774), (2, 37)),
+        ("32k_document", 261, (9788, 634), (9565, 261), (129, 4732), (3, 101)),
+        ("32k_share_question", 269, (3713, 882), (3629, 764), (0, 0), (269, 3629)),
+        ("32k_prefix_document", 261, (5259, 639), (5112, 438), (27, 412), (207, 4295)),
+        ("32k_causal_blockwise", 261, (10471, 800), (10371, 644), (16, 3065), (229, 4260)),
+        ("32k_window", 256, (6944, 745), (6944, 745), (128, 3472), None),
+        ("8k_random_eviction", 64, (3337, 1298), (3337, 1298), (32, 1564), None),
     ],
 )  # fmt: skip
 def test_benchmark_masks(
-    library: ctypes.CDLL, name: str, tiles: int, on_grid: tuple[int, int], cut: tuple[int, int]
-) -> None:
+    library: ctypes.CDLL, name: str, tiles: int, on_grid: tuple[int, int], cut: tuple[int, int],
+    pairs: tuple[int, int], rest: tuple[int, int] | None,
+) -> None:  # fmt: skip
+    """on_grid, cut: cost() of tiles. pairs, rest: how many there are, and halves of their steps; of masks without cuts all
+    pairs, in steps of 176."""
     raw = benchmark_case(name).build_mask()
     assert raw.startend_row_indices is not None
     one = np.ascontiguousarray(raw.startend_row_indices[:1])
     mask, s = NativeMask.from_bounds(one, raw.causal, one.shape[2]), one.shape[2]
-    begins = begins_of(build_tiles(library, mask))
-    assert len(begins) - 1 == tiles
-    assert cost(library, mask, begins) == cut
+    schedule = check_build(library, mask)
+    assert schedule.totals.tiles == (tiles, tiles)
+    assert cost(library, mask, begins_of(schedule.tiles)) == cut and schedule.totals.halves[0] == cut[0]
     assert cost(library, mask, [*range(0, s, TILE_Q), s]) == on_grid
+    assert (schedule.totals.pairs[0], schedule.totals.halves[1]) == pairs
+    assert schedule.has_cuts == (rest is not None)
+    if rest is not None:
+        assert schedule.rest is not None
+        in_rest = schedule.rest[0, schedule.rest[0, :, 1] != 0, 0]
+        assert (len(in_rest), schedule.tiles.costs[0, in_rest, 0].sum()) == rest
+        assert schedule.totals.rest[0] == rest[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -317,6 +379,6 @@ def test_cuts_save_cycles(library: ctypes.CDLL, kind: str, most: int) -> None:
         cycles = []
         for begins in (begins_of(build_tiles(library, mask)), [*range(0, s, TILE_Q), s]):
             halves, masked = cost(library, mask, begins)
-            cycles.append(1500 * halves + 600 * masked + 1250 * (len(begins) - 1))
+            cycles.append(1500 * halves + 600 * masked + 1250 * np.count_nonzero(np.diff(begins)))
         ratios.append(cycles[0] / cycles[1])
     assert max(ratios) <= 1.01 and np.mean(ratios) <= (1 if most == 300 else 0.97), ratios

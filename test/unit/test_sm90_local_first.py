@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from schedule_support import CUT_ALL_SIZES, Lists, build, compile_library, documents, mask_of, take_apart, unpack
+from schedule_support import CUT_ALL_SIZES, Schedule, build, compile_library, documents, mask_of, take_apart, unpack
 
 from paddle_fm3._device_api import LocalFirst
 from paddle_fm3.testing.cases import benchmark_case, resized
@@ -26,31 +26,31 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return compile_library(tmp_path_factory.mktemp("schedule"))
 
 
-def ordered(
-    library: ctypes.CDLL, mask: NativeMask, ends: tuple[int, ...], num_cols: int
-) -> tuple[np.ndarray, Lists, ...]:
-    """Late tiles and pairs; lists before and after."""
+def ordered(library: ctypes.CDLL, mask: NativeMask, ends: tuple[int, ...], num_cols: int) -> tuple[Schedule, Schedule]:
+    """Before and after."""
     blob = build(library, mask)
-    before = take_apart(library, mask, blob.copy())[1]
+    before = take_apart(library, mask, blob.copy())
     first = LocalFirst(len(ends), num_cols)
     first.k_ends[: len(ends)] = ends
     view = mask.view
     library.order_local_first(ctypes.byref(view), ctypes.c_void_p(blob.ctypes.data), ctypes.byref(first))
-    return blob[16:24].view(np.int32), before, take_apart(library, mask, blob)[1]
+    return before, take_apart(library, mask, blob)
 
 
 def wanted_order(
-    lists: Lists, list_idx: int, ends: tuple[int, ...], num_cols: int, is_pair: bool
+    schedule: Schedule, list_idx: int, ends: tuple[int, ...], num_cols: int, is_pair: bool
 ) -> tuple[list[int], int]:
     """The entries in order, and how many come first."""
-    item_cols = 176 if is_pair else 160
+    lists, item_cols = schedule.lists[is_pair], 176 if is_pair and not schedule.has_cuts else 160
     entries = lists.order[list_idx, :, 0].tolist()
+    heads = dict(lists.order[list_idx, :, :2].tolist())  # of those that the order has
 
     def part(entry: int) -> int:
-        if lists.num_spans[list_idx, entry] == 0:  # no tile
+        num_spans, shift = heads[entry] & (1 << 28) - 1, heads[entry] >> 28 & 15
+        if num_spans == 0:  # no tile
             return len(ends)
-        k_begin, count, _, _ = unpack(lists.spans[list_idx, entry, : lists.num_spans[list_idx, entry]])[-1]
-        k_end = k_begin + int(lists.shifts[list_idx, entry]) + count * item_cols
+        k_begin, count, _, _ = unpack(lists.spans[list_idx, entry, :num_spans])[-1]
+        k_end = k_begin + shift + count * item_cols
         return next((at for at, end in enumerate(ends) if k_end <= end), len(ends))
 
     first, visited = [], 0
@@ -58,7 +58,7 @@ def wanted_order(
         for entry in entries:
             if part(entry) == at and visited < num_cols:
                 first.append(entry)
-                visited += int(lists.costs[list_idx, entry, 0]) * item_cols * (2 if is_pair else 1)
+                visited += int(lists.costs[list_idx, entry, 0]) * item_cols // 2 * (2 if is_pair else 1)
     return first + [entry for entry in entries if entry not in first], len(first)
 
 
@@ -69,11 +69,11 @@ def test_tiles_come_first_by_what_they_wait_for_until_there_are_enough(
     library: ctypes.CDLL, name: str, ends: tuple[int, ...], num_cols: int
 ) -> None:
     mask = mask_of(resized(benchmark_case(name), b=1))
-    late, before, after = ordered(library, mask, ends, num_cols)
-    for is_pair, (old, new) in enumerate(zip(before, after, strict=True)):
-        wanted, num_first = wanted_order(old, 0, ends, num_cols, bool(is_pair))
+    before, after = ordered(library, mask, ends, num_cols)
+    for is_pair, (old, new) in enumerate(zip(before.lists, after.lists, strict=True)):
+        wanted, num_first = wanted_order(before, 0, ends, num_cols, bool(is_pair))
         assert new.order[0, :, 0].tolist() == wanted
-        assert late[is_pair] == len(wanted) - num_first
+        assert after.totals.late[is_pair] == len(wanted) - num_first
         others = {entry: rest for entry, *rest in old.order[0].tolist()}
         assert [others[entry] for entry in wanted] == new.order[0, :, 1:].tolist()
         assert np.array_equal(old.spans, new.spans)
@@ -88,13 +88,13 @@ def test_what_comes_first_comes_first_in_every_list(library: ctypes.CDLL) -> Non
             bounds[at, :, begin:end] = end, begin
     mask = NativeMask.from_bounds(bounds, False, rows, None)
     ends, num_cols = (2100, 3200), 30_000
-    late, before, after = ordered(library, mask, ends, num_cols)
+    before, after = ordered(library, mask, ends, num_cols)
     counts = []
     for list_idx in range(2):
-        wanted, num_first = wanted_order(before[0], list_idx, ends, num_cols, False)
-        assert after[0].order[list_idx, :, 0].tolist() == wanted
+        wanted, num_first = wanted_order(before, list_idx, ends, num_cols, False)
+        assert after.tiles.order[list_idx, :, 0].tolist() == wanted
         counts.append(num_first)
-    assert counts[0] != counts[1] and late[0] == 40 - min(counts)
+    assert counts[0] != counts[1] and after.totals.late[0] == 40 - min(counts)
 
 
 def test_a_tile_whose_last_step_reaches_over_an_end_waits_for_the_next_part(library: ctypes.CDLL) -> None:
@@ -103,25 +103,28 @@ def test_a_tile_whose_last_step_reaches_over_an_end_waits_for_the_next_part(libr
     bounds[..., :512, :], bounds[..., 512:, :] = (512, 0), (1024, 512)
     mask = NativeMask.from_bounds(bounds, False, 1024, None)
     for end, num_first in ((639, 0), (640, 4)):
-        late, _, _ = ordered(library, mask, (end,), ENOUGH)
-        assert late[0] == 8 - num_first
+        _, after = ordered(library, mask, (end,), ENOUGH)
+        assert after.totals.late[0] == 8 - num_first
 
 
 @pytest.mark.parametrize("num_cols", [20_000, ENOUGH])
 def test_entries_without_a_tile_come_last(tmp_path: Path, num_cols: int) -> None:
-    """Where tiles begin at documents: of two lists one has more of them."""
+    """Where tiles begin at documents: of two lists one has more of them; only some pairs are in the order of pairs. The order
+    of the tiles that are in none stays."""
     library = compile_library(tmp_path, CUT_ALL_SIZES)
     parts = [documents(lengths, causal=False)[0] for lengths in ([700, 1000, 900, 1500], [4100])]
     bounds = np.concatenate([raw.startend_row_indices for raw in parts])
     mask, ends = NativeMask.from_bounds(bounds, False, 4100, None), (1000, 2300)
-    late, before, after = ordered(library, mask, ends, num_cols)
-    num_tiles = np.count_nonzero(before[0].num_spans, axis=1)
-    most = num_tiles.max()
-    assert num_tiles.min() < most < before[0].order.shape[1]
-    for is_pair, (old, new) in enumerate(zip(before, after, strict=True)):
-        count, counts = -(-most // (1 + is_pair)), []
+    before, after = ordered(library, mask, ends, num_cols)
+    assert before.has_cuts and after.rest is not None and np.array_equal(before.rest, after.rest)
+    for is_pair, (old, new) in enumerate(zip(before.lists, after.lists, strict=True)):
+        num_entries, counts = np.count_nonzero(old.order[:, :, 1], axis=1), []
+        most = num_entries.max()
+        assert (num_entries.min() < most or is_pair) and most < old.order.shape[1]
         for list_idx in range(2):
-            wanted, num_first = wanted_order(old, list_idx, ends, num_cols, bool(is_pair))
+            wanted, num_first = wanted_order(before, list_idx, ends, num_cols, bool(is_pair))
             counts.append(num_first)
-            assert new.order[list_idx, :count, 0].tolist() == wanted[:count]
-        assert late[is_pair] == count - min(counts)
+            assert new.order[list_idx, :most, 0].tolist() == wanted[:most]
+            others = {entry: rest for entry, *rest in old.order[list_idx].tolist()}
+            assert [others[entry] for entry in wanted[:most]] == new.order[list_idx, :most, 1:].tolist()
+        assert after.totals.late[is_pair] == most - min(counts)

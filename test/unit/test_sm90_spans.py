@@ -48,11 +48,11 @@ def test_hostile_masks(library: ctypes.CDLL, case) -> None:
     else:
         visible = planes(raw, case.s_q, case.s_k)
     mask = mask_of(case)
-    for is_pair, one in enumerate(check_build(library, mask)):
+    for is_pair, one in enumerate(check_build(library, mask).lists):
         rows = TILE_Q * (1 + is_pair)
         for (list_idx, entry), num_spans in np.ndenumerate(one.num_spans):
             seen, shift = visible[list_idx, entry * rows : (entry + 1) * rows], int(one.shifts[list_idx, entry])
-            check_spans(unpack(one.spans[list_idx, entry, :num_spans]), seen, library.item_cols(is_pair), shift)
+            check_spans(unpack(one.spans[list_idx, entry, :num_spans]), seen, library.item_cols(is_pair, 0), shift)
 
 
 def random_mask(rng: np.random.Generator, form: tuple[bool, int], idx: int) -> NativeMask:
@@ -87,7 +87,7 @@ def test_items_begin_where_documents_do(library: ctypes.CDLL, causal: bool) -> N
     """At every offset modulo 16: no step is masked for the columns before a document alone."""
     lengths = [433] * 17  # each begins a column later than the one before
     raw, s = documents(lengths, causal=causal)
-    tiles, begins, ends = check_raw(library, raw, s, s), set(), np.cumsum(lengths)
+    tiles, begins, ends = check_raw(library, raw, s, s).tiles, set(), np.cumsum(lengths)
     for begin, end in zip(ends - lengths, ends, strict=True):
         for entry in range(-(-begin // TILE_Q), end // TILE_Q):  # tiles that lie in the document
             assert tiles.shifts[0, entry] == begin % 16
@@ -105,14 +105,15 @@ def test_documents_of_any_length(library: ctypes.CDLL, causal: bool) -> None:
     for _ in range(12):
         lengths = rng.choice([1, 2, 15, 100, 300, 1000], 6) + rng.integers(0, 17, 6)
         raw, s = documents(lengths.tolist(), causal=causal)
-        num_shifted += np.count_nonzero(check_raw(library, raw, s, s).shifts)
+        num_shifted += np.count_nonzero(check_raw(library, raw, s, s).tiles.shifts)
         bounds = raw.startend_row_indices
         assert bounds is not None
         for hidden in (rng.random(s) < 0.02, np.arange(s) // 40 % 7 == 3):  # these keys nobody sees
             holes = np.where(hidden[:, None], 0 if causal else [s, s], bounds[0, 0])[None, None].astype(np.int32)
             check_raw(library, RawMask(holes, causal), s, s)
         kept = (rng.random((1, 1, -(-s // 128), -(-s // 128))) < 0.7).astype(np.int32)
-        assert not check_raw(library, RawMask(bounds, causal, kept), s, s).shifts.any(), "not with a block mask"
+        tiles = check_raw(library, RawMask(bounds, causal, kept), s, s).tiles
+        assert not tiles.shifts.any(), "not with a block mask"
     assert num_shifted > 20
 
 
@@ -128,7 +129,7 @@ def test_the_last_item_is_short_by_columns(library: ctypes.CDLL, end: int, is_sh
         shown = is_seen.copy()
         shown[gap] = False
         bounds = np.where(shown, 130, 0)[None, None, :, None].astype(np.int32)
-        tiles = check_raw(library, RawMask(np.concatenate([bounds, 0 * bounds], axis=3), False), 130, 600)
+        tiles = check_raw(library, RawMask(np.concatenate([bounds, 0 * bounds], axis=3), False), 130, 600).tiles
         for entry in range(2):
             assert tiles.shifts[0, entry] == shift
             assert unpack(tiles.spans[0, entry, : tiles.num_spans[0, entry]]) == wanted
@@ -164,11 +165,11 @@ def test_lists_of_several_sections(library: ctypes.CDLL, form: tuple[bool, int] 
 
 
 def test_causal_list_is_as_short_as_can_be(library: ctypes.CDLL) -> None:
-    tiles, _ = check_build(library, NativeMask.without_bounds(True, 1, 4096, 4096))
+    tiles = check_build(library, NativeMask.without_bounds(True, 1, 4096, 4096)).tiles
     for q_tile_idx in range(32):
         spans = unpack(tiles.spans[0, q_tile_idx, : tiles.num_spans[0, q_tile_idx]])
         columns = (q_tile_idx + 1) * TILE_Q
-        assert sum(span[1] for span in spans) == -(-columns // library.item_cols(0))
+        assert sum(span[1] for span in spans) == -(-columns // library.item_cols(0, 0))
         assert sum(count for _, count, is_full, _ in spans if not is_full) <= 2
         assert spans[-1][3] == (columns > 160 and 0 < columns % 160 <= SHORT_COLS), (
             "the last item shows half its columns"
@@ -180,9 +181,9 @@ def test_a_lost_or_moved_span_is_noticed(library: ctypes.CDLL) -> None:
     bounds = np.ascontiguousarray(raw.startend_row_indices[:1])
     mask = NativeMask.from_bounds(bounds, raw.causal, 8192)
     visible = visible_plane(bounds[0, 0], raw.causal, 8192, 8192)[5 * TILE_Q : 6 * TILE_Q]
-    tiles, _ = check_build(library, mask)
+    tiles = check_build(library, mask).tiles
     spans = unpack(tiles.spans[0, 5, : tiles.num_spans[0, 5]])
-    check_spans(spans, visible, library.item_cols(0))
+    check_spans(spans, visible, library.item_cols(0, 0))
     k_begin, count, *_ = spans[0]
     for broken in (
         spans[:-1],
@@ -191,4 +192,4 @@ def test_a_lost_or_moved_span_is_noticed(library: ctypes.CDLL) -> None:
         [(k, n, is_full, True) for k, n, is_full, _ in spans],
     ):
         with pytest.raises(AssertionError):
-            check_spans(broken, visible, library.item_cols(0))
+            check_spans(broken, visible, library.item_cols(0, 0))
