@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -107,15 +106,20 @@ def test_a_tile_whose_last_step_reaches_over_an_end_waits_for_the_next_part(libr
         assert after.totals.late[0] == 8 - num_first
 
 
-@pytest.mark.parametrize("num_cols", [20_000, ENOUGH])
-def test_entries_without_a_tile_come_last(tmp_path: Path, num_cols: int) -> None:
+@pytest.fixture(scope="module")
+def cutting(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return compile_library(tmp_path_factory.mktemp("cuts"), CUT_ALL_SIZES)
+
+
+@pytest.mark.parametrize("num_cols", [6400, 20_000, ENOUGH])
+@pytest.mark.parametrize("ends", [(1000, 2300), (800, 1820)])  # the last: where steps of 160 columns end
+def test_entries_without_a_tile_come_last(cutting: ctypes.CDLL, ends: tuple[int, ...], num_cols: int) -> None:
     """Where tiles begin at documents: of two lists one has more of them; only some pairs are in the order of pairs. The order
     of the tiles that are in none stays."""
-    library = compile_library(tmp_path, CUT_ALL_SIZES)
     parts = [documents(lengths, causal=False)[0] for lengths in ([700, 1000, 900, 1500], [4100])]
     bounds = np.concatenate([raw.startend_row_indices for raw in parts])
-    mask, ends = NativeMask.from_bounds(bounds, False, 4100, None), (1000, 2300)
-    before, after = ordered(library, mask, ends, num_cols)
+    mask = NativeMask.from_bounds(bounds, False, 4100, None)
+    before, after = ordered(cutting, mask, ends, num_cols)
     assert before.has_cuts and after.rest is not None and np.array_equal(before.rest, after.rest)
     for is_pair, (old, new) in enumerate(zip(before.lists, after.lists, strict=True)):
         num_entries, counts = np.count_nonzero(old.order[:, :, 1], axis=1), []
