@@ -2,9 +2,9 @@
 """The barrier protocol of the Hopper forward, as a model: every actor a coroutine, scheduled at random.
 
 The model follows ops/cuda/sm90_fwd (loader, mask warps, two consumer groups, phases of mbarriers), for one CTA
-and for a pair of CTAs which copy K and V for each other. It checks that nobody deadlocks, that nobody reads a
-buffer which holds something else or is being overwritten, and that each group multiplies each step once, in
-order. Mutants show that the model can fail.
+and for a pair of CTAs which copy K and V for each other, also one that parts behind its last tile. It checks that
+nobody deadlocks, that nobody reads a buffer which holds something else or is being overwritten, and that each
+group multiplies each step once, in order. Mutants show that the model can fail.
 """
 
 from __future__ import annotations
@@ -89,18 +89,29 @@ class Machine:
     done: list[list[StepId]] = field(default_factory=lambda: [[] for _ in range(GROUPS)])
     written: list[list[int]] = field(default_factory=lambda: [[] for _ in range(GROUPS)])
 
-    def join(self, team: list[Machine]) -> None:
-        """Makes the machine a member of `team`: one CTA alone or two."""
+    def join(self, team: list[Machine], num_q_slots: int) -> None:
+        """Makes the machine a member of `team`: one CTA alone or two. num_q_slots: kQSlots."""
         parts = len(team)
         self.team, self.rank = team, team.index(self)
         self.k_full, self.v_full = barriers(STAGES, 1 + parts), barriers(self.v_stages, 1 + parts)
         empty = 1 if self.mutant == "other cta not awaited" else parts
         self.k_empty, self.v_empty = barriers(STAGES, GROUPS * empty), barriers(self.v_stages, GROUPS * empty)
-        num_q_slots = 3 if parts == 1 else 2  # kQSlots
         self.q_full, self.q_empty = barriers(num_q_slots, 1), barriers(num_q_slots, 1)
         self.q = [None] * num_q_slots
         self.k = [[None] * parts for _ in range(STAGES)]
         self.v = [[None] * parts for _ in range(self.v_stages)]
+
+    def part(self, tiles: Tiles) -> None:
+        """restart_barriers: the machine goes on alone, with other tiles. Named barriers are not made anew, so that nothing
+        may be left in them; they have no parity."""
+        self.check_result()
+        for turn in self.turns:
+            self.check(turn.left, turn.arrivals)
+            turn.phase = 0
+        self.tiles, self.done, self.written = tiles, [[] for _ in range(GROUPS)], [[] for _ in range(GROUPS)]
+        if self.mutant != "old barriers":
+            self.mask_full, self.mask_empty = barriers(MASK_SLOTS, 1), barriers(MASK_SLOTS, GROUPS)
+        self.join([self], len(self.q))
 
     def whole(self, step: StepId) -> list[StepId]:
         return [step] * len(self.team)
@@ -305,10 +316,10 @@ class Machine:
 
     def actors(self) -> dict[str, Iterator[None]]:
         return {
-            f"loader {self.rank}": self.loader(),
-            f"masker {self.rank}": self.masker(),
-            f"group {self.rank}.0": self.consumer(0),
-            f"group {self.rank}.1": self.consumer(1),
+            "loader": self.loader(),
+            "masker": self.masker(),
+            "group 0": self.consumer(0),
+            "group 1": self.consumer(1),
         }
 
     def check_result(self) -> None:
@@ -318,12 +329,34 @@ class Machine:
             self.check(self.written[group], list(range(len(self.tiles))))
 
 
-def run(tiles: Tiles, rng: random.Random, num_ctas: int, v_stages: int, mutant: str = "") -> None:
-    """One interleaving of one or two CTAs over the same list, to the end."""
+def run(
+    tiles: Tiles,
+    rng: random.Random,
+    num_ctas: int,
+    v_stages: int,
+    mutant: str = "",
+    num_q_slots: int = 0,
+    rest: list[Tiles] | None = None,
+) -> None:
+    """One interleaving of one or two CTAs over the same list, to the end. rest: what each of them then has alone."""
     team = [Machine(tiles, mutant, v_stages) for _ in range(num_ctas)]
     for machine in team:
-        machine.join(team)
-    actors = {name: actor for machine in team for name, actor in machine.actors().items()}
+        machine.join(team, num_q_slots or (3 if num_ctas == 1 else 2))
+    num_done = [0] * num_ctas  # actors that are through with the team's list
+
+    def life(rank: int, name: str) -> Iterator[None]:
+        machine = team[rank]
+        yield from machine.actors()[name]
+        if rest is None:
+            return
+        num_done[rank] += 1
+        while (num_done[rank] if mutant == "parts too soon" else min(num_done)) < len(machine.actors()):
+            yield
+        if machine.tiles is tiles:  # the first of the CTA to come here
+            machine.part(rest[rank])
+        yield from machine.actors()[name]
+
+    actors = {f"{name} of {rank}": life(rank, name) for rank in range(num_ctas) for name in team[rank].actors()}
     speed = {name: rng.random() + 0.05 for name in actors}
     idle, before = 0, [machine.state() for machine in team]
     while actors:
@@ -354,6 +387,12 @@ def test_every_interleaving_drawn_is_safe(num_ctas: int, v_stages: int) -> None:
         run(random_tiles(rng), rng, num_ctas, v_stages)
 
 
+def test_a_pair_that_parts_is_safe() -> None:
+    for seed in range(150):
+        rng = random.Random(seed)
+        run(random_tiles(rng), rng, 2, 2, num_q_slots=3, rest=[random_tiles(rng) for _ in range(2)])
+
+
 MUTANTS = [
     (1, 2, "k released early"),
     (1, 2, "v before k"),
@@ -371,3 +410,11 @@ def test_the_model_notices(num_ctas: int, v_stages: int, mutant: str) -> None:
         for seed in range(400):
             rng = random.Random(seed)
             run(random_tiles(rng), rng, num_ctas, v_stages, mutant)
+
+
+@pytest.mark.parametrize("mutant", ["parts too soon", "old barriers", "other cta not awaited"])
+def test_the_model_notices_in_a_pair_that_parts(mutant: str) -> None:
+    with pytest.raises(ProtocolError):
+        for seed in range(400):
+            rng = random.Random(seed)
+            run(random_tiles(rng), rng, 2, 2, mutant, num_q_slots=3, rest=[random_tiles(rng) for _ in range(2)])
