@@ -19,9 +19,7 @@ from paddle_fm3.testing.reference import visible_plane
 CUT_ALL_SIZES = "-DFM3_CUT_ALL_SIZES"  # query tiles of small masks, too, begin at documents
 TILE_Q = 128
 SHORT_COLS = 80  # of the last item of a list that ends short
-PAIR_SHARE = (
-    64  # of a mask with cuts a pair's list costs at most a share of 1 / PAIR_SHARE more than those of its tiles
-)
+PAIR_SHARE = 32  # of a mask with cuts a pair is walked that costs at most 1 / PAIR_SHARE more than its tiles
 Spans = list[tuple[int, int, bool, bool]]  # (k_begin, count of items, is_full, ends_short)
 
 
