@@ -18,7 +18,7 @@ import torch
 from paddle_fm3 import _native
 from paddle_fm3.testing.cases import AttentionCase, RawMask
 from paddle_fm3.testing.compare import output_rounding
-from paddle_fm3.testing.gpu_call import GpuMask
+from paddle_fm3.testing.gpu_call import GpuMask, Sm90
 from paddle_fm3.testing.gpu_call_bwd import BackwardInputs, Gradients, reference_backward, reference_forward
 
 needs_sm90 = [
@@ -174,17 +174,44 @@ _LENGTHS = {
 def documents_case(is_causal: bool, heads: tuple[int, int], dims: tuple[int, int]) -> AttentionCase:
     """Twelve entries of 5000 tokens, three forms in turn, in documents at which key tiles begin (cuts.h: of fewer pairs they
     do not)."""
+    name = f"{'causal' if is_causal else 'bidirectional'}_documents_{heads[0]}_{heads[1]}"
+    return lengths_case(name, [*_LENGTHS[is_causal]] * 4, is_causal, heads, dims)
+
+
+def lengths_case(
+    name: str, entries: list[list[int]], is_causal: bool, heads: tuple[int, int], dims: tuple[int, int]
+) -> AttentionCase:
+    """Of each batch entry the lengths of its documents."""
 
     def build_mask() -> RawMask:
-        entries = []
-        for lengths in _LENGTHS[is_causal]:
+        bounds = []
+        for lengths in entries:
             ends = np.repeat(np.cumsum(lengths), lengths)
             begins = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
-            entries.append(np.stack([ends] if is_causal else [ends, begins], -1))
-        return RawMask(np.stack(entries * 4)[:, None].astype(np.int32), is_causal)
+            bounds.append(np.stack([ends] if is_causal else [ends, begins], -1))
+        return RawMask(np.stack(bounds)[:, None].astype(np.int32), is_causal)
 
-    name = f"{'causal' if is_causal else 'bidirectional'}_documents_{heads[0]}_{heads[1]}"
-    return AttentionCase(name, 12, 5000, 5000, *heads, *dims, build_mask)
+    s = sum(entries[0])
+    return AttentionCase(name, len(entries), s, s, *heads, *dims, build_mask)
+
+
+def forward_of_ready_keys(
+    sm90: Sm90, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: GpuMask
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call that may wait for keys, all of which are there."""
+    out = torch.full((*q.shape[:3], v.shape[3]), float("nan"), dtype=q.dtype, device=q.device)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("nan"), device=q.device)
+    schedule = sm90.build_schedule(mask)
+    params = sm90.forward_params(q, k, v, mask, out, lse, schedule=schedule)
+    words = torch.zeros(64, dtype=torch.int32, device="cuda")  # [0] ready rows, [32] status
+    words[0] = mask.s_k
+    params.ready_rows, params.ready_status = words.data_ptr(), words.data_ptr() + 128
+    params.ready_timeout_us = 2_000_000
+    workspace = sm90.prepare(params)
+    sm90.run(params)
+    torch.cuda.synchronize()
+    assert int(words[32]) == 0 and workspace.is_cuda
+    return out, lse
 
 
 KINDS = ("full", "causal", "window", "documents", "global_window", "eviction")

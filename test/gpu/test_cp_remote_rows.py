@@ -7,6 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from gpu_support import forward_of_ready_keys  # noqa: E402
+
 from paddle_fm3 import _native  # noqa: E402
 from paddle_fm3._device_api import LocalFirst  # noqa: E402
 from paddle_fm3.distributed.device import Sm90Device  # noqa: E402
@@ -25,22 +27,6 @@ def device() -> Sm90Device:
     return Sm90Device(_native.sm90_library())
 
 
-def forward_of_late(sm90: Sm90, late: gpu_cp_timing.LateKeys) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call that may wait for keys, all of which are there."""
-    out, lse = torch.empty_like(late.out), torch.empty_like(late.lse)
-    schedule = sm90.build_schedule(late.mask)
-    params = sm90.forward_params(late.q, late.k_full, late.v_full, late.mask, out, lse, schedule=schedule)
-    words = torch.zeros(64, dtype=torch.int32, device="cuda")  # [0] ready rows, [32] status
-    words[0] = late.mask.s_k
-    params.ready_rows, params.ready_status = words.data_ptr(), words.data_ptr() + 128
-    params.ready_timeout_us = 2_000_000
-    workspace = sm90.prepare(params)
-    sm90.run(params)
-    torch.cuda.synchronize()
-    assert int(words[32]) == 0 and workspace.is_cuda
-    return out, lse
-
-
 @pytest.mark.parametrize(("num_pieces", "num_first_cols"), [(1, gpu_cp_timing.MOST_COLS), (5, 20_000)])
 @pytest.mark.parametrize(
     ("name", "b", "h_q", "h_kv"),
@@ -56,7 +42,7 @@ def test_keys_are_nan_until_they_arrive(
     late = gpu_cp_timing.LateKeys(device, case, num_local=2000, num_pieces=num_pieces, num_first_cols=num_first_cols)
     sm90 = Sm90(device._library)
     plain, plain_lse = sm90.forward(late.q, late.k_full, late.v_full, late.mask)
-    out, lse = forward_of_late(sm90, late)
+    out, lse = forward_of_ready_keys(sm90, late.q, late.k_full, late.v_full, late.mask)
     assert (out.float() - plain.float()).norm() <= 3e-3 * plain.float().norm()
     assert torch.allclose(lse, plain_lse, rtol=0, atol=1e-3)
     try:

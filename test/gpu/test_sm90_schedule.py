@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gpu_support import documents_case, needs_sm90  # noqa: E402
+from gpu_support import documents_case, lengths_case, needs_sm90  # noqa: E402
 from schedule_support import Schedule, build, compile_library, mask_of, take_apart  # noqa: E402
 
 from paddle_fm3 import _native  # noqa: E402
@@ -25,6 +25,13 @@ CASES = [
     *(case for case in HOSTILE_CASES if case.s_q > 0 and case.s_k > 0 and case.b > 0),
     *(benchmark_case(f"128k_{kind}") for kind in ("causal_document", "global_window", "random_eviction")),
     *(documents_case(is_causal, (2, 2), (128, 128)) for is_causal in (True, False)),
+    lengths_case(
+        "one_without_pairs",
+        [[8192], [7000, 1192], [1042, 1645, 1796, 517, 1000, 1300, 892]] * 2,
+        True,
+        (2, 2),
+        (128, 128),
+    ),
 ]
 
 
