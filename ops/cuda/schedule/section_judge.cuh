@@ -23,9 +23,32 @@ FM3_HOST_DEVICE uint32_t tile_bits(int32_t tile) { return 0xFFu << tile * kTileB
 // Where a list begins.
 struct ListBegin {
   int32_t shift;    // ListHead
-  int32_t granule;  // the first visible one, if shift > 0
+  int32_t granule;  // the first visible one, if shift > 0 or ahead > 0
+  int32_t ahead;    // granules before it that the first item has, too
   bool ends_early;  // ListWarp::finish
 };
+
+// Where rows see more from one to the next at both ends of a list (windows), steps there are masked. The last item has room
+// behind the last visible granule; where it saves a masked item, some of it goes ahead of the first one. `count` visible
+// granules in a row; the first num_left and the last num_right are not FULL.
+FM3_HOST_DEVICE int32_t granules_ahead(int32_t count, int32_t num_left, int32_t num_right) {
+  constexpr int32_t kItem = kTileItemCols / kGranuleCols, kShort = kShortItemCols / kGranuleCols;
+  const int32_t in_last = (count - 1) % kItem + 1;
+  const bool is_short = count > kItem && in_last <= kShort;
+  const int32_t room = (is_short ? kShort : kItem) - in_last;
+  int32_t best = 0, least = INT32_MAX;  // halves of masked items
+  for (int32_t ahead = 0; ahead <= room; ++ahead) {
+    const int32_t right = num_right + room - ahead;
+    int32_t masked = 2 * ((num_left + ahead + kItem - 1) / kItem);
+    if (is_short) {
+      masked += (right > 0 ? 1 : 0) + 2 * ((larger(right - kShort, 0) + kItem - 1) / kItem);
+    } else {
+      masked += 2 * ((right + kItem - 1) / kItem);
+    }
+    if (masked < least) best = ahead, least = masked;
+  }
+  return best;
+}
 
 struct ListSmem {
   // Of a section's hulls and the four after it, which its last items reach into.
@@ -219,7 +242,7 @@ class SectionJudge {
     if (list >= kListsPerCta) return;
     const bool is_pair = list % 3 == 0;
     const int32_t tile = list / 3 * 2 + (is_pair ? 0 : list % 3 - 1);
-    ListBegin begin = {0, 0, false};
+    ListBegin begin = {0, 0, 0, false};
     if (kForm != BoundForm::kNone && tile < num_tiles_ && num_hulls_ <= kSectionHulls &&
         tile_masks_ == nullptr && (!is_pair || of_pairs)) {
       find_begin(tile, is_pair ? tile + 1 : tile, begin);
@@ -274,14 +297,21 @@ class SectionJudge {
                  ? 1u << begin.granule % kWordGranules
                  : 0;
     };
-    lists[0].set(word, (visible[0] | visible[1]) & (kept[0] | kept[1]),
+    // Granules ahead of the first visible one are visited as if they were.
+    const auto ahead_of = [&](const ListBegin& begin) {
+      const int32_t at = begin.granule - begin.ahead - word * kWordGranules;
+      const uint32_t bits = (1u << begin.ahead) - 1;
+      if (at <= -kWordGranules || at >= kWordGranules) return 0u;
+      return at < 0 ? bits >> -at : bits << at;
+    };
+    lists[0].set(word, ((visible[0] | visible[1]) & (kept[0] | kept[1])) | ahead_of(begins[0]),
                  (full[0] & full[1] & kept[0] & kept[1]) | from_shift(begins[0]),
                  full_after[0] & full_after[1] & kept_after[0] & kept_after[1], pair_length,
                  begins[0].shift > 0);
 #pragma unroll
     for (int32_t tile = 0; tile < 2; ++tile) {
       const ListBegin& begin = begins[1 + tile];
-      lists[1 + tile].set(word, visible[tile] & kept[tile],
+      lists[1 + tile].set(word, (visible[tile] & kept[tile]) | ahead_of(begin),
                           (full[tile] & kept[tile]) | from_shift(begin),
                           full_after[tile] & kept_after[tile], tile_length, begin.shift > 0);
     }
@@ -294,24 +324,35 @@ class SectionJudge {
   __device__ __forceinline__ int32_t row_end(int32_t tile) const {
     return kIsCut ? smem_.q_begins[tile + 1] : min(row_begin(tile) + kTileQ, mask_.s_q);
   }
-  // Of the list of tiles [tile, last_tile], one or two, if it is shifted.
+  // Of the list of tiles [tile, last_tile], one or two, if it is shifted or begins ahead.
   __device__ __forceinline__ void find_begin(int32_t tile, int32_t last_tile,
                                              ListBegin& begin) const {
     const int32_t lane = threadIdx.x % 32;
-    int32_t first = kNever, last = -1, count = 0;  // visible granules
+    struct Run {
+      int32_t first = kNever, last = -1, count = 0;
+      __device__ __forceinline__ void add(int32_t word, uint32_t granules) {
+        if (granules == 0) return;
+        if (first == kNever) first = word * kWordGranules + __ffs(granules) - 1;
+        last = word * kWordGranules + 31 - __clz(granules), count += __popc(granules);
+      }
+      __device__ __forceinline__ void of_warp() {
+        first = __reduce_min_sync(kWholeWarp, first), last = __reduce_max_sync(kWholeWarp, last);
+        count = __reduce_add_sync(kWholeWarp, count);
+      }
+    };
+    Run seen, full;
     for (int32_t word = lane; word * kHullsPerWord < num_hulls_; word += 32) {
       const uint32_t* const hulls = smem_.visible + word * kHullsPerWord;
-      const uint32_t visible = gather(hulls, tile) | gather(hulls, last_tile);
-      if (visible == 0) continue;
-      if (first == kNever) first = word * kWordGranules + __ffs(visible) - 1;
-      last = word * kWordGranules + 31 - __clz(visible), count += __popc(visible);
+      const uint32_t* const full_hulls = smem_.full + word * kHullsPerWord;
+      seen.add(word, gather(hulls, tile) | gather(hulls, last_tile));
+      full.add(word, gather(full_hulls, tile) & gather(full_hulls, last_tile));
     }
-    first = __reduce_min_sync(kWholeWarp, first), last = __reduce_max_sync(kWholeWarp, last);
-    count = __reduce_add_sync(kWholeWarp, count);
+    seen.of_warp(), full.of_warp();
     // Behind a gap an item would begin too late.
-    if (count == 0 || count != last - first + 1) return;
+    if (seen.count == 0 || seen.count != seen.last - seen.first + 1) return;
     // Half a warp a granule, a column a lane.
-    const int32_t k_idx = (lane < kGranuleCols ? first : last) * kGranuleCols + lane % kGranuleCols;
+    const int32_t k_idx =
+        (lane < kGranuleCols ? seen.first : seen.last) * kGranuleCols + lane % kGranuleCols;
     HiddenRows rows{};
     if (k_idx < mask_.s_k) rows = hidden_rows(mask_, bounds_, k_idx);
     const int32_t q_begin = row_begin(tile), q_end = row_end(last_tile);
@@ -321,8 +362,15 @@ class SectionJudge {
         __ballot_sync(kWholeWarp, k_idx < mask_.s_k && !touches(rows, q_begin, q_end));
     constexpr uint32_t kAll = (1u << kGranuleCols) - 1;
     const int32_t shift = __ffs(shown) - 1;  // the first granule shows something
-    if ((clear & kAll) >> shift != kAll >> shift) return;
-    begin = {shift, first, shown >> (kGranuleCols + shift) == 0};
+    if ((clear & kAll) >> shift == kAll >> shift) {
+      begin = {shift, seen.first, 0, shown >> (kGranuleCols + shift) == 0};
+    } else if (full.count > 0) {
+      // Within the block of words, which may be made alone (set_alike).
+      const int32_t ahead =
+          min(granules_ahead(seen.count, full.first - seen.first, seen.last - full.last),
+              seen.first % (kBlockWords * kWordGranules));
+      begin = {0, seen.first, ahead, false};
+    }
   }
 
   // Byte `byte` of four neighbours.

@@ -181,14 +181,12 @@ struct RingPos {
 
 // Whether two CTAs walk the list of a pair of query tiles together, each loading half of K and V for
 // both: for masks where neighbouring tiles see nearly the same columns. Of a mask with cuts some tiles are walked so, before
-// all others, if they are most of the work: the others read K and V from memory once more. Uniform over the grid.
+// all others. Uniform over the grid.
 template <bool kIsCut>
 __device__ __forceinline__ bool use_pairs(const FwdArgs& args) {
   const ScheduleTotals& totals = *args.schedule.totals;
   // Keys that are under way come in the order of single tiles.
-  if constexpr (kIsCut) {
-    return 8 * totals.pair_halves >= 3 * totals.tile_halves && args.ready_rows == nullptr;
-  }
+  if constexpr (kIsCut) return are_pairs_worth_it(totals) && args.ready_rows == nullptr;
   return 2 * totals.pair_halves * kPairItemCols * kPairShare <=
          totals.tile_halves * kTileItemCols * (kPairShare + 1);
 }
