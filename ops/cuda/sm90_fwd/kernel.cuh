@@ -64,12 +64,17 @@ __device__ __forceinline__ void restart_barriers(uint8_t* smem_raw) {
   __syncthreads();
 }
 
-// No CTA may end while the other still copies into it or arrives at its barriers.
+// No CTA may end while the other still copies into it or arrives at its barriers. Where these begin anew, all arrivals must
+// have come: the loader waits for those of the last step but one.
 template <class Config>
 __device__ __forceinline__ void leave_team() {
   if constexpr (Config::kIsPair) {
     __syncwarp();
-    ptx::cluster_sync_relaxed();
+    if constexpr (Config::kIsCut && Config::kTeamTiles == 2) {
+      ptx::cluster_sync();
+    } else {
+      ptx::cluster_sync_relaxed();
+    }
   }
 }
 
