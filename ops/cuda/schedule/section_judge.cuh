@@ -29,22 +29,19 @@ struct ListBegin {
 };
 
 // Where rows see more from one to the next at both ends of a list (windows), steps there are masked. The last item has room
-// behind the last visible granule; where it saves a masked item, some of it goes ahead of the first one. `count` visible
-// granules in a row; the first num_left and the last num_right are not FULL.
-FM3_HOST_DEVICE int32_t granules_ahead(int32_t count, int32_t num_left, int32_t num_right) {
+// behind the last visible granule; where it saves a masked item, some of it goes ahead of the first one, up to `most`.
+// `count` visible granules in a row; the first num_left and the last num_right are not FULL.
+FM3_HOST_DEVICE int32_t granules_ahead(int32_t count, int32_t num_left, int32_t num_right,
+                                       int32_t most) {
   constexpr int32_t kItem = kTileItemCols / kGranuleCols, kShort = kShortItemCols / kGranuleCols;
-  const int32_t in_last = (count - 1) % kItem + 1;
-  const bool is_short = count > kItem && in_last <= kShort;
-  const int32_t room = (is_short ? kShort : kItem) - in_last;
-  int32_t best = 0, least = INT32_MAX;  // halves of masked items
-  for (int32_t ahead = 0; ahead <= room; ++ahead) {
-    const int32_t right = num_right + room - ahead;
-    int32_t masked = 2 * ((num_left + ahead + kItem - 1) / kItem);
-    if (is_short) {
-      masked += (right > 0 ? 1 : 0) + 2 * ((larger(right - kShort, 0) + kItem - 1) / kItem);
-    } else {
-      masked += 2 * ((right + kItem - 1) / kItem);
-    }
+  const auto items = [](int32_t granules) { return (granules + kItem - 1) / kItem; };
+  const int32_t num_items = items(count), room = num_items * kItem - count;
+  // A short last item stays short; it is masked in any case.
+  const bool is_short = num_items > 1 && room >= kItem - kShort;
+  const int32_t end = smaller(is_short ? room - (kItem - kShort) : room, most) + 1;
+  int32_t best = 0, least = num_items;  // masked items; one may be so for the sake of both ends
+  for (int32_t ahead = 0; ahead < end; ++ahead) {
+    const int32_t masked = items(num_left + ahead) + items(num_right + room - ahead);
     if (masked < least) best = ahead, least = masked;
   }
   return best;
@@ -367,8 +364,8 @@ class SectionJudge {
     } else if (full.count > 0) {
       // Within the block of words, which may be made alone (set_alike).
       const int32_t ahead =
-          min(granules_ahead(seen.count, full.first - seen.first, seen.last - full.last),
-              seen.first % (kBlockWords * kWordGranules));
+          granules_ahead(seen.count, full.first - seen.first, seen.last - full.last,
+                         seen.first % (kBlockWords * kWordGranules));
       begin = {0, seen.first, ahead, false};
     }
   }
