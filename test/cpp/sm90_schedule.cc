@@ -2,6 +2,7 @@
 // The kernels that prepare a schedule and that change its order, run on the host, and the same lists made
 // one granule after the other: for test/unit/test_sm90_spans.py and test_sm90_local_first.py.
 #include <algorithm>
+#include <array>
 #include <vector>
 
 #include "cuda_on_host.h"
@@ -80,6 +81,47 @@ int32_t shift_of(const MaskView& mask, const Granules& granules) {
   return shift;
 }
 
+// Of a list that is not shifted, by how many granules it begins ahead of its first visible one: of the choices that cost no half
+// of an item more, the first with the fewest masked halves; one is masked that reaches past the FULL granules on either side.
+int32_t granules_ahead_of(const MaskView& mask, const Granules& granules) {
+  if (mask.form == BoundForm::kNone || mask.block_mask != nullptr ||
+      mask.s_k > kSectionGranules * kGranuleCols) {
+    return 0;
+  }
+  constexpr int32_t kItem = kTileItemCols / kGranuleCols;
+  const auto ends_of =
+      [](const std::vector<bool>& bits) {  // of the set ones; [0, 0) if there are none
+        std::vector<int32_t> set;
+        for (size_t idx = 0; idx < bits.size(); ++idx) {
+          if (bits[idx]) set.push_back(static_cast<int32_t>(idx));
+        }
+        return set.empty()
+                   ? std::array<int32_t, 3>{}
+                   : std::array{set.front(), set.back() + 1, static_cast<int32_t>(set.size())};
+      };
+  const auto [begin, end, num_visible] = ends_of(granules.is_visible);
+  const auto [full_begin, full_end, num_full] = ends_of(granules.is_full);
+  if (num_full == 0 || num_visible != end - begin) return 0;
+  struct Cost {
+    int32_t halves, masked;
+  };
+  const auto cost = [&, full_begin = full_begin, full_end = full_end, end = end](int32_t first) {
+    Cost sum = {0, 0};
+    for (int32_t at = first; at < end; at += kItem) {
+      const bool is_short = at > first && (end - at) * kGranuleCols <= kShortItemCols;
+      sum.halves += is_short ? 1 : 2;
+      if (at < full_begin || at + kItem > full_end) sum.masked += is_short ? 1 : 2;
+    }
+    return sum;
+  };
+  int32_t best = begin;
+  for (int32_t first = begin; first >= begin / 1024 * 1024; --first) {
+    if (cost(first).halves == cost(begin).halves && cost(first).masked < cost(best).masked)
+      best = first;
+  }
+  return begin - best;
+}
+
 }  // namespace
 
 extern "C" {
@@ -91,6 +133,12 @@ int32_t item_cols(int32_t is_pair, int32_t has_cuts) {
 
 bool pair_is_walked(int32_t pair, int32_t first, int32_t second) {
   return is_worth_a_pair(pair, first, second);
+}
+
+bool pairs_are_walked(uint64_t tile_halves, uint64_t pair_halves) {
+  ScheduleTotals totals = {};
+  totals.tile_halves = tile_halves, totals.pair_halves = pair_halves;
+  return are_pairs_worth_it(totals);
 }
 
 int64_t schedule_bytes(const MaskView* mask) { return schedule_layout(*mask, nullptr, nullptr); }
@@ -139,7 +187,12 @@ uint32_t plain_spans(const MaskView* mask, int32_t list_idx, const int32_t* begi
   const Granules granules = granules_of(*mask, list_idx, begins, is_pair ? 2 : 1);
   const auto num_granules = static_cast<int32_t>(granules.is_visible.size());
   const int32_t length = item_cols(is_pair, has_cuts) / kGranuleCols;
-  const int32_t shift = is_pair && !has_cuts ? 0 : shift_of(*mask, granules);
+  const bool may_move = !is_pair || has_cuts;
+  const int32_t shift = may_move ? shift_of(*mask, granules) : 0;
+  const int32_t ahead = may_move && shift == 0 ? granules_ahead_of(*mask, granules) : 0;
+  const auto first_visible =
+      static_cast<int32_t>(std::find(granules.is_visible.begin(), granules.is_visible.end(), true) -
+                           granules.is_visible.begin());
   struct Open {
     int32_t begin, count, is_full;
   };
@@ -147,7 +200,7 @@ uint32_t plain_spans(const MaskView* mask, int32_t list_idx, const int32_t* begi
   int32_t last = 0;           // where the last item begins
   bool is_first = shift > 0;  // then its first granule counts from the shift on
   for (int32_t at = 0; at < num_granules;) {
-    if (!granules.is_visible[at]) {
+    if (!granules.is_visible[at] && at != first_visible - ahead) {
       ++at;
       continue;
     }

@@ -27,7 +27,8 @@ def compile_library(folder: Path, *flags: str) -> ctypes.CDLL:
     """test/cpp/sm90_schedule.cc as a library in `folder`."""
     # Fibers jump between stacks, which the checked longjmp refuses.
     library = compile_for_host("sm90_schedule.cc", folder, "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE", *flags)
-    library.schedule_bytes.restype, library.pair_is_walked.restype = ctypes.c_int64, ctypes.c_bool
+    library.schedule_bytes.restype = ctypes.c_int64
+    library.pair_is_walked.restype = library.pairs_are_walked.restype = ctypes.c_bool
     return library
 
 
@@ -288,3 +289,52 @@ def documents(lengths: list[int], *, causal: bool) -> tuple[RawMask, int]:
     end, begin = np.repeat(ends, lengths), np.repeat(ends - lengths, lengths)
     bounds = np.stack([end] if causal else [end, begin], axis=1)[None, None]
     return RawMask(bounds.astype(np.int32), causal), int(ends[-1])
+
+
+def windows(rng: np.random.Generator, lengths: list[int], *, causal: bool) -> tuple[RawMask, int]:
+    """documents() of which a key's rows begin and end at most so far before and behind it."""
+    raw, s = documents(lengths, causal=causal)
+    bounds, key = raw.startend_row_indices, np.arange(s)
+    assert bounds is not None
+    before, behind = (int(rng.choice([20, 300, 450, 600]) + rng.integers(0, 161)) for _ in range(2))
+    bounds[0, 0, :, 0] = np.minimum(bounds[0, 0, :, 0], key + behind + 1)
+    if not causal:
+        bounds[0, 0, :, 1] = np.maximum(bounds[0, 0, :, 1], key - before)
+    return raw, s
+
+
+def check_begin(spans: Spans, visible: np.ndarray) -> int:
+    """Of a list that is not shifted, of a window: how many granules it begins ahead of its first visible one. From the dense
+    mask: with as many steps, short ones, too, as without, fewer of them masked than nearer to it, none fewer than farther."""
+    granules = np.flatnonzero(np.pad(visible.any(0), (0, -visible.shape[1] % 16)).reshape(-1, 16).any(1))
+    first, end = int(granules[0]), int(granules[-1]) + 1
+
+    def cost(begin: int) -> tuple[int, int]:
+        steps = range(begin, end, 10)
+        halves = 2 * len(steps) - (len(steps) > 1 and end - steps[-1] <= 5)
+        full = [
+            (step + 10) * 16 <= visible.shape[1] and visible[:, step * 16 : step * 16 + 160].all() for step in steps
+        ]
+        return halves, len(full) - sum(full)
+
+    begin, halves = spans[0][0] // 16, cost(first)[0]
+    found = sum(2 * count - ends_short for _, count, _, ends_short in spans)
+    assert first // 1024 * 1024 <= begin <= first and found == cost(begin)[0] == halves
+    masked = sum(count for _, count, is_full, _ in spans if not is_full)
+    assert masked == cost(begin)[1]
+    assert all(cost(nearer)[1] > masked for nearer in range(begin + 1, first + 1))
+    for farther in range(max(first - 10, first // 1024 * 1024), begin):
+        assert cost(farther)[0] > halves or cost(farther)[1] >= masked
+    return first - begin
+
+
+def check_begins(schedule: Schedule, visible: np.ndarray) -> tuple[int, int]:
+    """check_begin of all lists without a shift; how many tiles' and how many pairs' of them begin ahead."""
+    num_ahead = [0, 0]
+    for is_pair, one in enumerate(schedule.lists if schedule.has_cuts else (schedule.tiles,)):
+        for (list_idx, entry), num_spans in np.ndenumerate(one.num_spans):
+            seen = visible[list_idx, one.begins[list_idx, entry] : one.begins[list_idx, entry + 1]]
+            if num_spans > 0 and one.shifts[list_idx, entry] == 0 and seen.any():
+                ahead = check_begin(unpack(one.spans[list_idx, entry, :num_spans]), seen)
+                num_ahead[is_pair] += ahead > 0
+    return num_ahead[0], num_ahead[1]

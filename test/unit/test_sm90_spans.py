@@ -12,6 +12,7 @@ import pytest
 from schedule_support import (
     SHORT_COLS,
     TILE_Q,
+    check_begins,
     check_build,
     check_raw,
     check_spans,
@@ -20,6 +21,7 @@ from schedule_support import (
     mask_of,
     planes,
     unpack,
+    windows,
 )
 
 from paddle_fm3.testing.cases import RawMask, benchmark_case
@@ -133,6 +135,54 @@ def test_the_last_item_is_short_by_columns(library: ctypes.CDLL, end: int, is_sh
         for entry in range(2):
             assert tiles.shifts[0, entry] == shift
             assert unpack(tiles.spans[0, entry, : tiles.num_spans[0, entry]]) == wanted
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_windows_begin_ahead_where_it_spares_a_masked_item(library: ctypes.CDLL, causal: bool) -> None:
+    rng, num_ahead = np.random.default_rng(5 + causal), 0
+    for idx in range(30):
+        raw, s = windows(rng, [int(rng.integers(1000, 3000))], causal=causal)
+        num_ahead += check_begins(check_raw(library, raw, s, s), planes(raw, s, s))[0]
+        if idx % 6 == 0:  # not with a block mask
+            tiles = np.ones((1, 1, -(-s // 128), -(-s // 128)), np.int32)
+            check_raw(library, RawMask(raw.startend_row_indices, causal, tiles), s, s)
+    assert num_ahead > 10
+
+
+# Granules that some rows see, that all see, that others see; how many come ahead. The last item is short or not.
+RAMPS = [
+    (6, 13, 5, 1), (6, 12, 5, 2), (6, 11, 5, 3), (6, 10, 5, 4), (6, 10, 10, 4), (6, 13, 7, 1), (7, 9, 5, 0), (6, 2, 10, 0),
+    (6, 9, 5, 0), (1, 4, 1, 0), (1, 9, 2, 0),
+]  # fmt: skip
+
+
+def ramps(s_k: int, granule: int) -> RawMask:
+    """A head each, from that granule on."""
+    bounds = np.zeros((1, len(RAMPS), s_k, 2), np.int32)
+    for head, (left, full, right, _) in enumerate(RAMPS):
+        rows = [(left + 1, 0)] * left + [(128, 0)] * full + [(128, right)] * right
+        bounds[0, head, granule * 16 :][: 16 * len(rows)] = np.repeat(rows, 16, axis=0)
+    return RawMask(bounds, False)
+
+
+@pytest.mark.parametrize("block", [0, 1])
+@pytest.mark.parametrize("place", range(6))
+def test_a_list_begins_in_the_block_of_its_first_key(library: ctypes.CDLL, block: int, place: int) -> None:
+    """Granules ahead are none of the 1,024 before, which are made at once if all are hidden, nor before the first key."""
+    granule = 1024 * block + place
+    s_k = granule * 16 + 600
+    tiles = check_raw(library, ramps(s_k, granule), 128, s_k).tiles
+    for head, (*_, ahead) in enumerate(RAMPS):
+        wanted = granule - (ahead if ahead <= place else 0)
+        assert unpack(tiles.spans[head, 0, :1])[0][0] == 16 * wanted, RAMPS[head]
+
+
+def test_only_lists_of_one_section_begin_ahead(library: ctypes.CDLL) -> None:
+    for s_k, is_ahead in ((131_072, True), (131_073, False)):
+        mask = NativeMask.from_bounds(ramps(s_k, 7000).startend_row_indices, False, 128)
+        tiles = check_build(library, mask).tiles
+        begins = [7000 - is_ahead * ahead for *_, ahead in RAMPS]
+        assert [unpack(own[0, :1])[0][0] // 16 for own in tiles.spans] == begins
 
 
 @pytest.mark.parametrize("is_island", [True, False], ids=["islands", "holes"])
