@@ -86,6 +86,9 @@ def last_rows_as_copied(device: Sm90Device, is_early: bool) -> list[bool]:
     buffers = [torch.empty_like(k), torch.empty_like(v)]
     params = (PackParams * 2)(*map(pack_params, (k, v), buffers))
     own, other = (torch.cuda.Stream() for _ in range(2))
+    # A kernel is loaded at its first launch, and that waits for streams that wait: for ever, if it comes behind one.
+    device.pack(params, None, own.cuda_stream)
+    torch.cuda.synchronize()
     memory = torch.zeros(4, 64, dtype=torch.int32, device="cuda")  # words a line apart; the last counts blocks
     begun, at_once, ready, num_done = (row.data_ptr() for row in memory)
     landed = [torch.empty(1, 512, 8, 128, dtype=torch.bfloat16).pin_memory() for _ in buffers]
