@@ -152,7 +152,7 @@ def test_windows_begin_ahead_where_it_spares_a_masked_item(library: ctypes.CDLL,
 # Granules that some rows see, that all see, that others see; how many come ahead. The last item is short or not.
 RAMPS = [
     (6, 13, 5, 1), (6, 12, 5, 2), (6, 11, 5, 3), (6, 10, 5, 4), (6, 10, 10, 4), (6, 13, 7, 1), (7, 9, 5, 0), (6, 2, 10, 0),
-    (6, 9, 5, 0), (1, 4, 1, 0), (1, 9, 2, 0),
+    (6, 9, 5, 0), (1, 4, 1, 0), (1, 9, 2, 0), (1, 15, 6, 0), (1, 18, 6, 0),
 ]  # fmt: skip
 
 
