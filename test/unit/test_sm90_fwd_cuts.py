@@ -31,7 +31,7 @@ from schedule_support import (
     unpack,
     windows,
 )
-from test_sm90_spans import CASES, FORM_IDS, FORMS, random_mask
+from test_sm90_spans import CASES, FORM_IDS, FORMS, RAMPS, random_mask
 
 from paddle_fm3.testing.cases import RawMask, benchmark_case
 from paddle_fm3.testing.native_call import NativeMask
@@ -322,6 +322,18 @@ def test_windows_within_documents(library: ctypes.CDLL, kind: str) -> None:
         assert schedule.has_cuts
         num_ahead += check_begins(schedule, planes(raw, s, s))
     assert num_ahead[0] > 10 and num_ahead[1] > 5, num_ahead
+
+
+def test_pairs_begin_ahead_by_what_both_tiles_see(library: ctypes.CDLL) -> None:
+    """The first tile's rows see all of every key."""
+    s_q, s_k, bounds = 512, 1200, np.zeros((1, len(RAMPS), 1200, 2), np.int32)
+    for head, (left, full, right, _) in enumerate(RAMPS):
+        rows = [(200, 0)] * left + [(256, 0)] * full + [(200, 0)] * right + [(512, 256)] * 20  # LTS, UTE
+        bounds[0, head, 10 * 16 :][: 16 * len(rows)] = np.repeat(rows, 16, axis=0)
+    schedule = check_raw(library, RawMask(bounds, False), s_q, s_k)
+    assert schedule.has_cuts and (schedule.tiles.begins[:, :5] == np.arange(0, 513, 128)).all()
+    for lists, aheads in ((schedule.pairs, [ahead for *_, ahead in RAMPS]), (schedule.tiles, [0] * len(RAMPS))):
+        assert [10 - unpack(own[0, :1])[0][0] // 16 for own in lists.spans] == aheads
 
 
 def test_which_masks_with_cuts_are_walked_in_pairs(library: ctypes.CDLL) -> None:
