@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kCutThreads)
     cut_kernel(const MaskView mask, const ScheduleView schedule) {
   __shared__ CutSmem smem;
   const auto list_idx = static_cast<int64_t>(blockIdx.x);
-  const auto thread = static_cast<int32_t>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const auto thread = static_cast<int32_t>(threadIdx.x), warp = thread / 32;
   const int32_t* const bounds = mask.bounds + list_idx * mask.s_k * num_bounds(kForm);
   const int32_t num_borders = find_borders(mask, schedule, list_idx, smem);
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // From the bits of a query tile's granules to its spans: one warp a list.
 //
-// Items have a fixed length. The first begins at the first visible granule, each next one at the
-// first visible granule after the item before: no cover by items of this length is shorter. An item
-// whose granules are all FULL is a full item; spans are runs of touching items of one kind.
+// Items have a fixed length. The first begins at the first visible granule (or a few ahead, which then count
+// as visible: granules_ahead), each next one at the first visible granule after the item before: no cover by
+// items of this length is shorter. An item whose granules are all FULL is a full item; spans are runs of
+// touching items of one kind.
 //
 // Where an item begins depends on all items before it, but only through the offset (0 to length - 1)
 // at which a stretch of granules is entered. So a stretch is a function of that offset, a table of
