@@ -48,7 +48,13 @@ __device__ __forceinline__ void init_barriers(typename Config::Smem& smem) {
   ptx::fence_mbar_init();
 }
 
-// The barriers begin anew, with all of the CTA here and none of their waits left.
+// The barriers begin anew between pairs and the rest.
+// Claim:      nobody waits at an old barrier or still arrives at one, and no copy is under way.
+// Because:    all threads of both CTAs have parted with release and acquire (leave_team), behind their last wait and arrival; and
+//             each copy has been waited for by those who use it.
+// Breaks if:  the team parts relaxed: arrivals of the other CTA at k_empty of the last step, for which no loader waits, may
+//             then count at the new barrier.
+// Tested by:  test/unit/test_sm90_fwd_protocol.py (a model), test/gpu/test_sm90_fwd_cuts.py
 template <class Before, class Behind>
 __device__ __forceinline__ void restart_barriers(uint8_t* smem_raw) {
   using Smem = typename Behind::Smem;
