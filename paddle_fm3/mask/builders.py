@@ -170,7 +170,7 @@ def qk_sparse(s: int, dropped: Sequence[tuple[int, int]], *, b: int = 1) -> Colu
 
 def eviction(evict_row: ArrayLike) -> ColumnMask:
     """Causal; key k is hidden from row ``evict_row[b, h_mask, k]`` on (a KV cache that drops keys)."""
-    evict_row = np.asarray(evict_row)
+    evict_row = _array("eviction", "evict_row", evict_row)
     _check(evict_row.ndim == 3, "eviction", f"evict_row.shape is {evict_row.shape}; expected [b, h_mask, s]")
     is_integral = np.issubdtype(evict_row.dtype, np.integer)
     _check(is_integral, "eviction", f"evict_row.dtype is {evict_row.dtype}; expected integers")
@@ -206,7 +206,7 @@ def bucketed(
         q_position, k_position: their positions before sorting, ascending inside a bucket; if given, row q
             sees key k only if ``k_position <= q_position`` as well.
     """
-    q_bucket, k_bucket = np.asarray(q_bucket, np.int64), np.asarray(k_bucket, np.int64)
+    q_bucket, k_bucket = (_integers("bucketed", n, x) for n, x in (("q_bucket", q_bucket), ("k_bucket", k_bucket)))
     _check(
         q_bucket.ndim == k_bucket.ndim == 3 and q_bucket.shape[:2] == k_bucket.shape[:2],
         "bucketed",
@@ -220,7 +220,8 @@ def bucketed(
     q_key, k_key = q_bucket, k_bucket
     if q_position is not None:
         # One number that ascends with (bucket, position).
-        q_position, k_position = np.asarray(q_position, np.int64), np.asarray(k_position, np.int64)
+        q_position = _integers("bucketed", "q_position", q_position)
+        k_position = _integers("bucketed", "k_position", k_position)
         span = 1 + max(q_position.max(initial=0), k_position.max(initial=0))
         q_key, k_key = q_bucket * span + q_position, k_bucket * span + k_position
     for name, key in (("q", q_key), ("k", k_key)):
@@ -280,6 +281,22 @@ def _check_whole(builder: str, **sizes: Any) -> None:
         except TypeError:
             raise ValueError(f"{builder}: {name}={size!r} must be an integer") from None
         _check(name not in ("s", "s_q", "s_k", "b") or size >= 0, builder, f"{name}={size} must be >= 0")
+
+
+def _array(builder: str, name: str, values: ArrayLike | None) -> NDArray[Any]:
+    """As an array; of lists that are unequally long numpy would speak in its own words, without a name."""
+    try:
+        return np.asarray(values)
+    except ValueError:
+        raise ValueError(f"{builder}: {name}={values!r} is no array; its lists must be equally long") from None
+
+
+def _integers(builder: str, name: str, values: ArrayLike | None) -> NDArray[np.int64]:
+    """An array of integers; floats are refused, of which numpy would keep the whole parts."""
+    array = _array(builder, name, values)
+    is_integral = array.size == 0 or np.issubdtype(array.dtype, np.integer)
+    _check(is_integral, builder, f"{name}.dtype is {array.dtype}; expected integers")
+    return array.astype(np.int64)
 
 
 def _arange(s: int) -> NDArray[np.int64]:

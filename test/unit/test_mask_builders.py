@@ -224,6 +224,21 @@ def test_block_sparse():
         (lambda: masks.prefix_lm_document([[4, 4]], [[1.5, 2]]), r"prefixes \[1.5, 2.0\] must be integers"),
         (lambda: masks.share_question([[4.5, 3]]), r"group \[4.5, 3.0\] must be integers"),
         (lambda: masks.eviction(np.full((1, 1, 3), 2.5)), "dtype is float64; expected integers"),
+        (
+            lambda: masks.eviction([[[1, 2], [2]]]),
+            r"eviction: evict_row=\[\[\[1, 2\], \[2\]\]\] .* must be equally long",
+        ),
+        (lambda: masks.bucketed([[[0.5, 1.5]]], [[[0, 1]]]), "bucketed: q_bucket.dtype is float64; expected integers"),
+        (lambda: masks.bucketed([[[0, 1]]], [[[0, 1.5]]]), "bucketed: k_bucket.dtype is float64; expected integers"),
+        (
+            lambda: masks.bucketed([[[0, 1]]], [[[0, 1]]], q_position=[[[0.5, 1]]], k_position=[[[0, 1]]]),
+            "bucketed: q_position.dtype is float64; expected integers",
+        ),
+        (
+            lambda: masks.bucketed([[[0, 1]]], [[[0, 1]]], q_position=[[[0, 1]]], k_position=[[[0, 1.5]]]),
+            "bucketed: k_position.dtype is float64; expected integers",
+        ),
+        (lambda: masks.bucketed([[[0, 1], [1]]], [[[0, 1]]]), r"bucketed: q_bucket=.* its lists must be equally long"),
         (lambda: masks.from_padding([2.5], 8), r"valid_lengths=\[2.5\] must be integers"),
         (lambda: masks.sliding_window(8, 2.5), "window=2.5 must be an integer"),
         (lambda: masks.sliding_window(1e3, 2), "s=1000.0 must be an integer"),
