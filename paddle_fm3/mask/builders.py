@@ -80,22 +80,21 @@ def share_question(groups: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[
         groups: lengths ``[question, answer, answer, ...]`` of each group packed into a sequence, or a batch
             of such lists.
     """
-    is_nested = len(groups) == 0 or hasattr(groups[0], "__len__")
-    _check(is_nested, "share_question", f"groups {groups} must hold a list [question, answer, ...] for each group")
-    batch: Any = groups if groups and isinstance(groups[0][0], Sequence) else [groups]
+    must = f"groups {groups!r} must hold a list [question, answer, ...] for each group"
+    _check(_is_list(groups) and all(_is_list(part) for part in groups), "share_question", must)
+    is_batch = len(groups) > 0 and len(groups[0]) > 0 and _is_list(groups[0][0])
+    batch: Any = groups if is_batch else [groups]
     rows = []
     for sample in batch:
         ends: list[Int32Array] = []
         begin = 0
         for group in sample:
-            _check(
-                len(group) > 0 and min(group) >= 0,
-                "share_question",
-                f"group {list(group)} needs lengths >= 0",
-            )
-            part_ends = begin + np.cumsum(_lengths("share_question", "group", group))  # [1 + answers]
+            _check(_is_list(group), "share_question", f"{must}; group {group!r} is no list")
+            sizes = _lengths("share_question", "group", group)
+            _check(len(sizes) > 0, "share_question", f"group {sizes.tolist()} needs lengths >= 0")
+            part_ends = begin + np.cumsum(sizes)  # [1 + answers]
             part_ends[0] = begin = int(part_ends[-1])  # the question stays visible to the end of its group
-            ends.append(np.repeat(part_ends, group))
+            ends.append(np.repeat(part_ends, sizes))
         rows.append(np.concatenate(ends or [np.empty(0, np.int64)]))
     end = _stacked("share_question", rows)
     return _lower(end, end.shape[1])
@@ -134,7 +133,14 @@ def prefix_lm_document(documents: Documents, prefixes: Documents) -> ColumnMask:
     """Inside each document: causal, except that its first `prefix` keys are visible to the whole document."""
     begin, end = _document_bounds("prefix_lm_document", documents, None, joins_tail=False)
     ut_end = np.empty(begin.shape, np.int64)
-    for b_idx, (lengths, prefix) in enumerate(zip(_batched(documents), _batched(prefixes), strict=True)):
+    _check_lists("prefix_lm_document", "prefixes", prefixes)
+    samples, num_prefixes = _batched(documents), len(_batched(prefixes))
+    _check(
+        len(samples) == num_prefixes,
+        "prefix_lm_document",
+        f"prefixes have b={num_prefixes}, documents b={len(samples)}; give both one list a sample",
+    )
+    for b_idx, (lengths, prefix) in enumerate(zip(samples, _batched(prefixes), strict=True)):
         prefix = _lengths("prefix_lm_document", "prefixes", prefix).tolist()
         _check(
             len(lengths) == len(prefix) and all(0 <= p <= n for p, n in zip(prefix, lengths, strict=False)),
@@ -238,7 +244,7 @@ def bucketed(
 
 def key_padding(is_key_valid: ArrayLike, *, s_q: int | None = None, is_causal: bool = False) -> ColumnMask:
     """Keys marked False in ``is_key_valid [b, s_k]`` are hidden from every row; no row is hidden."""
-    is_key_valid = np.asarray(is_key_valid, bool)
+    is_key_valid = _array("key_padding", "is_key_valid", is_key_valid).astype(bool)
     _check(
         is_key_valid.ndim == 2,
         "key_padding",
@@ -333,15 +339,35 @@ def _filled(builder: str, s_q: int, s_k: int, b: int, *, is_causal: bool) -> Col
     return ColumnMask(empty, empty, zeros, zeros, s_q=s_q, is_causal=is_causal)
 
 
+def _is_list(values: Any) -> bool:
+    """A list, tuple, array or tensor. A string, a dict and a set have a length too, but hold no counts in order."""
+    if hasattr(values, "ndim"):
+        return bool(np.ndim(values) > 0)
+    return hasattr(values, "__getitem__") and not isinstance(values, str | bytes | dict)
+
+
+def _check_lists(builder: str, name: str, documents: Any) -> None:
+    """One list of token counts, or a list of such lists; nothing between."""
+    if not _is_list(documents):
+        raise ValueError(f"{builder}: {name}={documents!r} must be a list of token counts")
+    if not hasattr(documents, "ndim") and len({_is_list(part) for part in documents}) > 1:
+        raise ValueError(
+            f"{builder}: {name}={documents!r} mixes token counts and lists; expected one list of counts or one a sample"
+        )
+
+
 def _batched(documents: Documents) -> Sequence[Sequence[int]]:
-    if len(documents) and np.ndim(documents[0]) > 0:
+    if len(documents) and _is_list(documents[0]):
         return documents  # type: ignore[return-value]
     return [documents]  # type: ignore[list-item]
 
 
 def _lengths(builder: str, what: str, lengths: Any) -> NDArray[np.int64]:
     """A list, array or tensor of token counts; floats are refused, since a mask of their whole parts is another one."""
-    sizes = np.asarray(lengths)
+    try:
+        sizes = np.asarray(lengths)
+    except ValueError:  # numpy's own words name no argument
+        raise ValueError(f"{builder}: {what} {lengths!r} must be integers, one a document, not lists") from None
     is_integral = sizes.size == 0 or np.issubdtype(sizes.dtype, np.integer)
     _check(sizes.ndim == 1 and is_integral, builder, f"{what} {sizes.tolist()} must be integers, one a document")
     _check(bool((sizes >= 0).all()), builder, f"{what} {sizes.tolist()} must be >= 0")
@@ -363,8 +389,9 @@ def _document_bounds(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Begin and end of the document of each column, ``[b, s]`` each."""
     begins, ends = [], []
-    is_list = np.ndim(documents) > 0 if hasattr(documents, "ndim") else hasattr(documents, "__len__")
-    _check(is_list and not isinstance(documents, str), builder, f"documents={documents!r} must be a list of token counts")
+    _check_lists(builder, "documents", documents)
+    if s is not None:
+        _check_whole(builder, s=s)
     for lengths in _batched(documents):
         sizes = _lengths(builder, "document lengths", lengths)
         tail = 0 if s is None else s - int(sizes.sum())

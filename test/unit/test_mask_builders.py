@@ -253,6 +253,38 @@ def test_block_sparse():
         (lambda: masks.causal(-3), "causal: s_q=-3 must be >= 0"),
         (lambda: masks.causal_document(7), "documents=7 must be a list of token counts"),
         (lambda: masks.causal_document("3, 4"), "documents='3, 4' must be a list of token counts"),
+        (lambda: masks.causal_document({3, 4}), r"documents=\{3, 4\} must be a list of token counts"),
+        (lambda: masks.causal_document({0: [3]}), r"documents=\{0: \[3\]\} must be a list of token counts"),
+        (lambda: masks.causal_document([3, 4], s=8.5), "causal_document: s=8.5 must be an integer"),
+        # Lists among counts, or nested unevenly: numpy says "inhomogeneous shape".
+        (
+            lambda: masks.causal_document([3, [4, 5]]),
+            r"causal_document: documents=\[3, \[4, 5\]\] mixes token counts and",
+        ),
+        (lambda: masks.document([[3, 4], 7]), r"document: documents=\[\[3, 4\], 7\] mixes token counts and lists"),
+        (
+            lambda: masks.causal_document([[3, [4]], [7]]),
+            r"document lengths \[3, \[4\]\] must be integers, .* not lists",
+        ),
+        (lambda: masks.causal_blockwise([[[3], [4, 5]]]), r"document lengths \[\[3\], \[4, 5\]\] must be integers"),
+        (
+            lambda: masks.causal_document_sliding_window([3, [4]], 2),
+            r"documents=\[3, \[4\]\] mixes token counts and lists",
+        ),
+        (lambda: masks.prefix_lm_document([3, [4]], [1, 1]), r"documents=\[3, \[4\]\] mixes token counts and lists"),
+        (lambda: masks.prefix_lm_document([3, 4], [1, [1]]), r"prefixes=\[1, \[1\]\] mixes token counts and lists"),
+        (lambda: masks.prefix_lm_document([3, 4], 1), "prefixes=1 must be a list of token counts"),
+        (lambda: masks.prefix_lm_document([[3, 4], [7]], [1, 1]), "prefixes have b=1, documents b=2; give both"),
+        (lambda: masks.share_question(7), "groups 7 must hold a list"),
+        (lambda: masks.share_question([[4], 2]), r"groups \[\[4\], 2\] must hold a list"),
+        (lambda: masks.share_question([[]]), r"group \[\] needs lengths >= 0"),
+        (lambda: masks.share_question([[[4, 2], 3]]), "groups .* must hold a list .* group 3 is no list"),
+        (
+            lambda: masks.share_question([[4, [2]]]),
+            r"share_question: group \[4, \[2\]\] must be integers, .* not lists",
+        ),
+        (lambda: masks.share_question([["4", "2"]]), r"group \['4', '2'\] must be integers"),
+        (lambda: masks.key_padding([[1, 0], [1]]), r"is_key_valid=.* its lists must be equally long"),
         (lambda: masks.share_question([4, 2]), r"groups \[4, 2\] must hold a list \[question, answer, ...\]"),
     ],
 )
@@ -266,3 +298,6 @@ def test_lengths_come_as_arrays_and_tensors_too():
     for kind in (np.array, paddle.to_tensor):
         assert masks.causal_document(kind([3, 5])) == masks.causal_document([3, 5])
         assert masks.causal_document(kind([[3, 5], [1, 7]])) == masks.causal_document([[3, 5], [1, 7]])
+        assert masks.causal_document([kind([3, 5]), [8]]) == masks.causal_document([[3, 5], [8]])
+        assert masks.share_question(kind([[3, 5], [1, 7]])) == masks.share_question([[3, 5], [1, 7]])
+        assert masks.share_question(kind([[[3, 5]], [[1, 7]]])) == masks.share_question([[[3, 5]], [[1, 7]]])
