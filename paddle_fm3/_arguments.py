@@ -114,10 +114,17 @@ def check_column_mask(mask: ColumnMask, query: Tensor, key: Tensor, causal: bool
             "is_causal=True or leave causal at False"
         )
     if _differ(mask.s_q, query.shape[1]) or _differ(mask.s_k, key.shape[1]) or _differ(mask.b, key.shape[0]):
+        is_one = mask.b == 1 and _differ(1, key.shape[0])
         raise ValueError(
             f"{_WHO}: ColumnMask has b={mask.b}, s_q={mask.s_q}, s_k={mask.s_k}; the tensors have "
             f"b={key.shape[0]}, s_q={query.shape[1]}, s_k={key.shape[1]}"
+            + (f"; one for every sample: paddle_fm3.mask.expand(mask, b={key.shape[0]})" if is_one else "")
         )
+    h_kv, h_q = key.shape[2], query.shape[2]
+    if min(h_kv, h_q) >= 0 and mask.h_mask not in (1, h_kv, h_q):
+        h = _multiple_of(mask.h_mask, h_kv, h_q)
+        hint = f"each for several heads: paddle_fm3.mask.expand(mask, h_mask={h})" if h else "1 is for every head"
+        raise ValueError(f"{_WHO}: ColumnMask has h_mask={mask.h_mask}; must be 1, h_kv={h_kv} or h_q={h_q}; {hint}")
 
 
 def window_sides(window_size: int | tuple[int, int], indices: Tensor | None) -> tuple[int, int]:
@@ -162,12 +169,32 @@ def _check_mask_tensor(name: str, mask: Tensor, axes: str, query: Tensor, key: T
     if len(shape) != 4:
         raise ValueError(f"{_WHO}: {name}.shape is {shape}; expected {axes}")
     if _differ(shape[0], key.shape[0]):
-        raise ValueError(f"{_WHO}: {name}.shape is {shape}; its first axis must be b={key.shape[0]}")
+        b = key.shape[0]
+        raise ValueError(f"{_WHO}: {name}.shape is {shape}; its first axis must be b={b}{batch_hint(name, shape, b)}")
     legal = [1, key.shape[2], query.shape[2]]
     if shape[1] >= 0 and min(legal) >= 0 and shape[1] not in legal:
         raise ValueError(
             f"{_WHO}: {name}.shape is {shape}; h_mask={shape[1]} must be 1, h_kv={legal[1]} or h_q={legal[2]}"
+            f"{heads_hint(name, shape, *legal[1:])}"
         )
+
+
+def batch_hint(name: str, shape: list[int], b: int) -> str:
+    """How a mask of one sample is given to all of them; "" if it is no such mask."""
+    return f"; one for every sample: {name}.expand([{b}, -1, -1, -1])" if shape[0] == 1 else ""
+
+
+def heads_hint(name: str, shape: list[int], h_kv: int, h_q: int) -> str:
+    """How a mask head is given to several heads."""
+    h_mask = shape[1]
+    h = _multiple_of(h_mask, h_kv, h_q)
+    if not h:
+        return "; 1 is for every head"
+    return f"; each for several heads: paddle.repeat_interleave({name}, {h // h_mask}, axis=1)"
+
+
+def _multiple_of(h_mask: int, *numbers: int) -> int | None:
+    return next((h for h in numbers if h_mask and h and h % h_mask == 0), None)
 
 
 def _differ(size: int, wanted: int) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_fm3._arguments import batch_hint, heads_hint
 from paddle_fm3.distributed import agreement, groups
 from paddle_fm3.distributed.comm import Communicator
 from paddle_fm3.distributed.partition import LAYOUTS, Partition
@@ -96,11 +97,13 @@ def shape_error(q: Any, k: Any, v: Any, bounds: Any, block_mask: Any) -> str | N
             continue
         if len(x.shape) != 4 or x.shape[0] != q.shape[0]:
             axes = "s, n" if name == "startend_row_indices" else "ceil(s/128), ceil(s/128)"
-            return f"{name}.shape is {list(x.shape)}; expected [b={q.shape[0]}, h_mask, {axes}]"
+            hint = batch_hint(name, list(x.shape), q.shape[0]) if len(x.shape) == 4 else ""
+            return f"{name}.shape is {list(x.shape)}; expected [b={q.shape[0]}, h_mask, {axes}]{hint}"
         if _dtype_of(x) != "int32":
             return f"{name}.dtype is {_dtype_of(x)}; expected int32"
         if x.shape[1] not in (1, h_kv, h_q):
-            return f"{name}.shape is {list(x.shape)}; h_mask={x.shape[1]} must be 1, h_kv={h_kv} or h_q={h_q}"
+            wanted = f"must be 1, h_kv={h_kv} or h_q={h_q}{heads_hint(name, list(x.shape), h_kv, h_q)}"
+            return f"{name}.shape is {list(x.shape)}; h_mask={x.shape[1]} {wanted}"
     return None
 
 

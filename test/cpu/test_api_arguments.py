@@ -12,7 +12,7 @@ import pytest
 from paddle import _C_ops
 
 from paddle_fm3 import ColumnMask, _native, flashmask_attention
-from paddle_fm3.mask import causal
+from paddle_fm3.mask import causal, causal_document, expand, random_eviction
 
 
 def tensors(b=2, s_q=6, s_k=8, h_q=4, h_kv=2, d_qk=8, d_v=8, dtype="float32"):
@@ -74,9 +74,19 @@ REFUSALS = {
                       (*tensors(), indices(dtype="int64")), {"causal": True}),
     "indices rank": (ValueError, "startend_row_indices.shape is [2, 8]; expected [b, h_mask, s_k, n]",
                      (*tensors(), paddle.zeros([2, 8], "int32")), {"causal": True}),
-    "indices batch": (ValueError, "its first axis must be b=2", (*tensors(), indices(b=1)), {"causal": True}),
+    "indices batch": (ValueError, "startend_row_indices.shape is [1, 1, 8, 1]; its first axis must be b=2; one for every sample: "
+                      "startend_row_indices.expand([2, -1, -1, -1])", (*tensors(), indices(b=1)), {"causal": True}),
     "indices length": (ValueError, "its third axis must be s_k=8", (*tensors(), indices(s_k=6)), {"causal": True}),
-    "indices heads": (ValueError, "h_mask=3 must be 1, h_kv=2 or h_q=4", (*tensors(), indices(h_mask=3)), {"causal": True}),
+    "indices heads": (ValueError, "h_mask=3 must be 1, h_kv=2 or h_q=4; 1 is for every head",
+                      (*tensors(), indices(h_mask=3)), {"causal": True}),
+    "indices heads, fewer": (ValueError, "h_mask=2 must be 1, h_kv=4 or h_q=8; each for several heads: "
+                             "paddle.repeat_interleave(startend_row_indices, 2, axis=1)",
+                             (*tensors(h_q=8, h_kv=4), indices(h_mask=2)), {"causal": True}),
+    "indices heads, between": (ValueError, "h_mask=4 must be 1, h_kv=2 or h_q=8; each for several heads: "
+                               "paddle.repeat_interleave(startend_row_indices, 2, axis=1)",
+                               (*tensors(h_q=8), indices(h_mask=4)), {"causal": True}),
+    "block_mask batch": (ValueError, "its first axis must be b=2; one for every sample: block_mask.expand([2, -1, -1, -1])",
+                         tensors(), {"block_mask": paddle.zeros([1, 1, 1, 1], "int32")}),
     "1 bound, not causal": (ValueError, "n=1 bounds with causal=False; legal: causal=True, n=1 is [LTS]",
                             (*tensors(), indices(n=1)), {}),
     "4 bounds, causal": (ValueError, "n=4 bounds with causal=True", (*tensors(), indices(n=4)), {"causal": True}),
@@ -103,6 +113,13 @@ REFUSALS = {
                                   (*tensors(s_q=8), _MASK), {"block_mask": paddle.zeros([2, 1, 1, 1], "int32")}),
     "ColumnMask size": (ValueError, "ColumnMask has b=2, s_q=8, s_k=8; the tensors have b=2, s_q=6, s_k=8",
                         (*tensors(), _MASK), {}),
+    "ColumnMask batch": (ValueError, "the tensors have b=2, s_q=8, s_k=8; one for every sample: paddle_fm3.mask.expand(mask, b=2)",
+                         (*tensors(s_q=8), causal(8)), {}),
+    "ColumnMask heads": (ValueError, "ColumnMask has h_mask=3; must be 1, h_kv=2 or h_q=4; 1 is for every head",
+                         (*tensors(s_q=8), expand(_MASK, h_mask=3)), {}),
+    "ColumnMask heads, fewer": (ValueError, "ColumnMask has h_mask=2; must be 1, h_kv=4 or h_q=8; each for several heads: "
+                                "paddle_fm3.mask.expand(mask, h_mask=4)",
+                                (*tensors(s_q=8, h_q=8, h_kv=4), expand(_MASK, h_mask=2)), {}),
     "ColumnMask not causal": (ValueError, "causal=True with a ColumnMask of is_causal=False",
                               (*tensors(s_q=8), ColumnMask.from_bounds(np.zeros((2, 1, 8, 2), np.int32), is_causal=False, s_q=8)),
                               {"causal": True}),
@@ -114,6 +131,30 @@ def test_refusal(name):
     error, message, arguments, options = REFUSALS[name]
     with pytest.raises(error, match=re.escape(message)):
         flashmask_attention(*arguments, **options)
+
+
+def test_a_mask_of_one_sample_is_not_advised_to_be_repeated_to_one():
+    with pytest.raises(ValueError, match="the tensors have b=1, s_q=6, s_k=8$"):
+        flashmask_attention(*tensors(b=1), causal(8))
+
+
+def test_what_the_refusals_advise_is_the_mask_meant():
+    """One mask for two samples, and a mask head for two heads each, against masks that say it themselves."""
+    paddle.seed(0)
+    q, k, v = (paddle.randn(x.shape) for x in tensors(s_q=8, h_q=8, h_kv=4))
+    mask = causal_document([3, 5])
+    shared = paddle.to_tensor(mask.to_bounds()[0])
+    wanted = flashmask_attention(q, k, v, causal_document([[3, 5], [3, 5]])).numpy()
+    np.testing.assert_array_equal(
+        flashmask_attention(q, k, v, shared.expand([2, -1, -1, -1]), causal=True).numpy(), wanted
+    )
+    np.testing.assert_array_equal(flashmask_attention(q, k, v, expand(mask, b=2)).numpy(), wanted)
+    two_heads = random_eviction(8, seed=1, b=2, h_mask=2)
+    bounds = two_heads.to_bounds()[0]  # [2, 2, 8, 1]
+    wanted = flashmask_attention(q, k, v, paddle.to_tensor(bounds[:, [0, 0, 1, 1]]), causal=True).numpy()
+    repeated = paddle.repeat_interleave(paddle.to_tensor(bounds), 2, axis=1)
+    np.testing.assert_array_equal(flashmask_attention(q, k, v, repeated, causal=True).numpy(), wanted)
+    np.testing.assert_array_equal(flashmask_attention(q, k, v, expand(two_heads, h_mask=4)).numpy(), wanted)
 
 
 _ABSENT = paddle.empty([0], "int32")

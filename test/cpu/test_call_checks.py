@@ -40,7 +40,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (tensors(d=0), "only s_local may be 0"),
     (
         {"startend_row_indices": paddle.to_tensor(BOUNDS.repeat(3, 1))},
-        r"startend_row_indices.shape is \[1, 3, 64, 1\]; h_mask=3 must be 1, h_kv=2 or h_q=4",
+        r"startend_row_indices.shape is \[1, 3, 64, 1\]; h_mask=3 must be 1, h_kv=2 or h_q=4; 1 is for every head",
+    ),
+    (
+        tensors(heads=(8, 4)) | {"startend_row_indices": paddle.to_tensor(BOUNDS.repeat(2, 1))},
+        r"h_mask=2 must be 1, h_kv=4 or h_q=8; each .*: paddle.repeat_interleave\(startend_row_indices, 2, axis=1\)",
+    ),
+    (
+        {name: paddle.ones([2, S, 2, 8]) for name in "qkv"},
+        r"\[1, 1, 64, 1\]; expected \[b=2, h_mask, s, n\]; one for every sample: startend_row_indices.expand\(\[2, -1,",
     ),
     (
         {"startend_row_indices": paddle.to_tensor(BOUNDS.astype("int64"))},
