@@ -39,8 +39,9 @@ class Setting:
     strategies: tuple[str, ...]
     layers: int
     is_recomputed: bool
-    scenario: Scenario | None
+    scenario: Scenario | None  # None too where --cp is not the config's: its step and memory are for its own ranks
     other_tflops: float
+    note: str | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -173,6 +174,8 @@ def setting_from_arguments(arguments: argparse.Namespace) -> Setting:
             raise _inputs.InputError(f"--{option} {value} must be >= 1")
     if arguments.other_tflops is not None and not arguments.other_tflops > 0:
         raise _inputs.InputError(f"--other-tflops {arguments.other_tflops} must be > 0")
+    own_cp = scenario.layout.context_parallel_degree if scenario is not None else cp
+    note = f"--cp {cp} is planned, not the {own_cp} ranks of config {arguments.config}; no training step and no memory"
     per_node = arguments.gpus_per_node or (scenario.layout.gpus_per_node if scenario else 8)
     strategies = dict.fromkeys((BASELINE, *(arguments.strategy or DEFAULT_STRATEGIES)))
     return Setting(
@@ -183,8 +186,9 @@ def setting_from_arguments(arguments: argparse.Namespace) -> Setting:
         strategies=tuple(strategies),
         layers=arguments.layers or (scenario.model.num_hidden_layers if scenario else 1),
         is_recomputed=scenario.training.recompute if scenario else False,
-        scenario=scenario,
+        scenario=scenario if cp == own_cp else None,
         other_tflops=arguments.other_tflops or OTHER_TFLOPS,
+        note=None if cp == own_cp else note,
     )
 
 

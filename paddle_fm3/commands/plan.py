@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", action="append", choices=sorted(STRATEGIES), default=[],
                         help=f"may be repeated; default fm3 and two baselines. {BASELINE} is always there")  # fmt: skip
     group = parser.add_argument_group("the cluster (default: the config's)")
-    group.add_argument("--cp", type=int, metavar="N", help="ranks that share a sequence")
+    group.add_argument("--cp", type=int, metavar="N",
+                       help="ranks that share a sequence; other than the config's: no training step")  # fmt: skip
     group.add_argument("--gpus-per-node", type=int, metavar="N")
     group.add_argument("--fast-gb-per-s", type=float, metavar="X", help="one direction of one GPU's link inside a node")
     group.add_argument("--slow-gb-per-s", type=float, metavar="X", help="the same between nodes")
@@ -49,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     try:
         setting: Setting = setting_from_arguments(arguments)
+        if setting.note:
+            print(f"plan: {setting.note}", file=sys.stderr)  # not among the figures: these may be JSON
         comparison = compare(setting)
         if arguments.html or arguments.trace:
             from paddle_fm3.commands import _plan_report

@@ -83,6 +83,21 @@ def test_a_config_gives_a_training_step(capsys):
     assert shown["assumptions"]["h_q"] == 64 and shown["assumptions"]["other_tflops"] == 100
 
 
+def test_other_ranks_than_the_configs_are_planned_without_its_training_step(capsys):
+    """The step's tokens and the memory of a rank are the config's, for its own ranks; the figures of attention are not."""
+    argv = ["plan", "--config", "moe_14b_a2b7_dpo_32k_cp4", "--strategy", "fm3", "--json", "--cp"]
+    assert main([*argv, "2"]) == 0
+    shown = capsys.readouterr()
+    assert "plan: --cp 2 is planned, not the 4 ranks of config moe_14b_a2b7_dpo_32k_cp4; no training step" in shown.err
+    other = json.loads(shown.out)
+    assert other["num_ranks"] == 2 and other["assumptions"]["h_q"] == 16
+    assert not any({"step", "memory"} & one.keys() for one in other["strategies"].values())
+    assert main([*argv, "4"]) == 0
+    shown = capsys.readouterr()
+    own = json.loads(shown.out)
+    assert "--cp" not in shown.err and own["num_ranks"] == 4 and all("step" in x for x in own["strategies"].values())
+
+
 def test_links_and_rates_reach_the_model(capsys):
     argv = [*SMALL, "--documents", "8192", "--strategy", "ring"]
     slow = planned(capsys, *argv, "--slow-gb-per-s", "1", "--fwd-tflops", "5")
