@@ -264,9 +264,7 @@ def block_sparse(mask: ColumnMask, keep_tile: Callable[[int, int], bool] | Array
     if not callable(keep_tile):
         return mask.with_block_mask(keep_tile)
     num_q_tiles, num_k_tiles = -(-mask.s_q // 128), -(-mask.s_k // 128)
-    table = np.array(
-        [[bool(keep_tile(q, k)) for k in range(num_k_tiles)] for q in range(num_q_tiles)], np.int32
-    )
+    table = np.array([[bool(keep_tile(q, k)) for k in range(num_k_tiles)] for q in range(num_q_tiles)], np.int32)
     shape = (mask.b, mask.h_mask, num_q_tiles, num_k_tiles)
     return mask.with_block_mask(np.broadcast_to(table.reshape(num_q_tiles, num_k_tiles), shape))
 
