@@ -174,8 +174,10 @@ def setting_from_arguments(arguments: argparse.Namespace) -> Setting:
             raise _inputs.InputError(f"--{option} {value} must be >= 1")
     if arguments.other_tflops is not None and not arguments.other_tflops > 0:
         raise _inputs.InputError(f"--other-tflops {arguments.other_tflops} must be > 0")
-    own_cp = scenario.layout.context_parallel_degree if scenario is not None else cp
-    note = f"--cp {cp} is planned, not the {own_cp} ranks of config {arguments.config}; no training step and no memory"
+    note = None
+    if scenario is not None and cp != scenario.layout.context_parallel_degree:
+        own_ranks = f"the {scenario.layout.context_parallel_degree} ranks of config {arguments.config}"
+        note = f"--cp {cp} is planned, not {own_ranks}; no training step and no memory"
     per_node = arguments.gpus_per_node or (scenario.layout.gpus_per_node if scenario else 8)
     strategies = dict.fromkeys((BASELINE, *(arguments.strategy or DEFAULT_STRATEGIES)))
     return Setting(
@@ -186,9 +188,9 @@ def setting_from_arguments(arguments: argparse.Namespace) -> Setting:
         strategies=tuple(strategies),
         layers=arguments.layers or (scenario.model.num_hidden_layers if scenario else 1),
         is_recomputed=scenario.training.recompute if scenario else False,
-        scenario=scenario if cp == own_cp else None,
+        scenario=scenario if note is None else None,
         other_tflops=arguments.other_tflops or OTHER_TFLOPS,
-        note=None if cp == own_cp else note,
+        note=note,
     )
 
 

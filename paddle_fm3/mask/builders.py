@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paddle_fm3.mask.column_mask import ColumnMask, Int32Array
+from paddle_fm3.mask.column_mask import ColumnMask, Int32Array, holds_integers
 
 Documents = Sequence[int] | Sequence[Sequence[int]]
 
@@ -298,8 +298,7 @@ def _array(builder: str, name: str, values: ArrayLike | None) -> NDArray[Any]:
 def _integers(builder: str, name: str, values: ArrayLike | None) -> NDArray[np.int64]:
     """An array of integers; floats are refused, of which numpy would keep the whole parts."""
     array = _array(builder, name, values)
-    is_integral = array.size == 0 or np.issubdtype(array.dtype, np.integer)
-    _check(is_integral, builder, f"{name}.dtype is {array.dtype}; expected integers")
+    _check(holds_integers(array), builder, f"{name}.dtype is {array.dtype}; expected integers")
     return array.astype(np.int64)
 
 
@@ -366,8 +365,9 @@ def _lengths(builder: str, what: str, lengths: Any) -> NDArray[np.int64]:
         sizes = np.asarray(lengths)
     except ValueError:  # numpy's own words name no argument
         raise ValueError(f"{builder}: {what} {lengths!r} must be integers, one a document, not lists") from None
-    is_integral = sizes.size == 0 or np.issubdtype(sizes.dtype, np.integer)
-    _check(sizes.ndim == 1 and is_integral, builder, f"{what} {sizes.tolist()} must be integers, one a document")
+    _check(
+        sizes.ndim == 1 and holds_integers(sizes), builder, f"{what} {sizes.tolist()} must be integers, one a document"
+    )
     _check(bool((sizes >= 0).all()), builder, f"{what} {sizes.tolist()} must be >= 0")
     return sizes.astype(np.int64)
 

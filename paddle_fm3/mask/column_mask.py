@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -308,6 +309,12 @@ class ColumnMask:
         block = "" if self.block_mask is None else ", block_mask"
         rule = ", causal" if self.is_causal else ""
         return f"ColumnMask(b={self.b}, h_mask={self.h_mask}, s_q={self.s_q}, s_k={self.s_k}{rule}{block})"
+
+
+def holds_integers(array: NDArray[Any]) -> bool:
+    """Whether a conversion to integers changes nothing: of floats it would keep the whole parts, in silence. True of an
+    empty array, whose dtype says nothing."""
+    return array.size == 0 or bool(np.issubdtype(array.dtype, np.integer))
 
 
 def check_is_mask(where: str, mask: object) -> None:

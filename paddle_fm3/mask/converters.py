@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from paddle_fm3.mask import builders
 from paddle_fm3.mask.algebra import hidden_runs
-from paddle_fm3.mask.column_mask import ColumnMask
+from paddle_fm3.mask.column_mask import ColumnMask, holds_integers
 from paddle_fm3.mask.encoding import encode_hidden
 
 _MAX_PREDICATE_CALLS = 2**22
@@ -109,7 +109,7 @@ def from_padding(
     if side not in ("right", "left"):
         raise ValueError(f"from_padding: side={side!r} must be 'right' or 'left'")
     lengths = np.asarray(valid_lengths).reshape(-1, 1)  # [b, 1]
-    if lengths.size and not np.issubdtype(lengths.dtype, np.integer):
+    if not holds_integers(lengths):
         raise ValueError(f"from_padding: valid_lengths={lengths.ravel().tolist()} must be integers")
     lengths = lengths.astype(np.int64)
     if (lengths < 0).any() or (lengths > s).any():

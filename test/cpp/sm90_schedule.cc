@@ -135,10 +135,10 @@ bool pair_is_walked(int32_t pair, int32_t first, int32_t second) {
   return is_worth_a_pair(pair, first, second);
 }
 
-bool pairs_are_walked(uint64_t tile_halves, uint64_t pair_halves) {
+bool pairs_are_walked(uint64_t tile_halves, uint64_t pair_halves, int32_t has_cuts) {
   ScheduleTotals totals = {};
   totals.tile_halves = tile_halves, totals.pair_halves = pair_halves;
-  return are_pairs_worth_it(totals);
+  return has_cuts ? are_pairs_worth_it(totals) : are_all_pairs_worth_it(totals);
 }
 
 int64_t schedule_bytes(const MaskView* mask) { return schedule_layout(*mask, nullptr, nullptr); }

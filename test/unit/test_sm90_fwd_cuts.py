@@ -341,8 +341,18 @@ def test_which_masks_with_cuts_are_walked_in_pairs(library: ctypes.CDLL) -> None
     for tile_halves in (0, 1, 7, 8, 9, 4952, 9565, 3 << 40, (3 << 40) + 5):
         edge = 3 * tile_halves // 8
         for pair_halves in (0, *range(max(edge - 2, 0), edge + 3), tile_halves // 2):
-            is_walked = library.pairs_are_walked(ctypes.c_uint64(tile_halves), ctypes.c_uint64(pair_halves))
+            is_walked = library.pairs_are_walked(ctypes.c_uint64(tile_halves), ctypes.c_uint64(pair_halves), 1)
             assert is_walked == (Fraction(2 * pair_halves) >= Fraction(3, 4) * tile_halves)
+
+
+def test_when_masks_without_cuts_are_walked_in_pairs(library: ctypes.CDLL) -> None:
+    """Pairs visit at most 1/32 more columns than single tiles do; theirs are 88 a half, of single tiles 80."""
+    for tile_halves in (1, 7, 64, 4952, 9565, 3 << 40, (3 << 40) + 5):
+        edge = tile_halves * 80 * 33 // (2 * 88 * 32)
+        for pair_halves in (0, *range(max(edge - 2, 0), edge + 3), tile_halves):
+            is_walked = library.pairs_are_walked(ctypes.c_uint64(tile_halves), ctypes.c_uint64(pair_halves), 0)
+            more = Fraction(2 * 88 * pair_halves, 80 * tile_halves) - 1
+            assert is_walked == (more <= Fraction(1, 32))
 
 
 def test_which_pairs_are_walked(library: ctypes.CDLL) -> None:

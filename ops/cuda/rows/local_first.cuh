@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kOrderLanes)
   const auto cta = static_cast<int32_t>(blockIdx.x);
   const bool is_pair = cta >= num_lists;
   const SpanLists lists = is_pair ? schedule.pairs : schedule.tiles;
-  const int32_t item_cols = is_pair ? pair_item_cols(schedule.totals->num_cuts > 0) : kTileItemCols;
+  const int32_t item_cols = is_pair ? pair_item_cols(schedule.totals->has_cuts()) : kTileItemCols;
   const int64_t list_begin = int64_t{is_pair ? cta - num_lists : cta} * lists.count;
   QueryTileEntry* const order = lists.order + list_begin;
   const TileCost* const costs = lists.costs + list_begin;

@@ -29,7 +29,7 @@ constexpr int64_t kCutRowPairs = int64_t{1} << 28;
 #endif
 constexpr int32_t kMostQTiles = UINT16_MAX;  // of a list: what a step's flags have room for
 
-// Query tiles that there can be of any mask: those of the grid and a few more.
+// Query tiles that there can be of any mask: those of the grid and a quarter more.
 FM3_HOST_DEVICE int32_t most_q_tiles(int32_t s_q) {
   const auto on_grid = static_cast<int32_t>((int64_t{s_q} + kTileQ - 1) / kTileQ);
   return on_grid + on_grid / 4 + 1;
@@ -50,7 +50,7 @@ FM3_HOST_DEVICE bool is_worth_a_cut(int32_t rows_before, bool grows, int32_t row
   return (grows ? rows_before : rows_before + rows_behind) >= kCutRows;
 }
 
-// An even number, so that no pair of tiles lies in two documents: one of them may be empty.
+// Tiles that a document of so many rows gets. An even number, so that no pair of tiles lies in two documents: one may be empty.
 FM3_HOST_DEVICE int32_t tiles_of(int32_t rows) {
   return (rows / kTileQ + (rows % kTileQ > 0) + 1) / 2 * 2;
 }

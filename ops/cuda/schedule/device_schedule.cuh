@@ -11,7 +11,7 @@
 //   q_begins   per (b, h_mask): where query tiles begin, if they may leave the grid (cuts.h)
 //   hulls, granules   min and max of the bounds of 128 and of 16 key columns; scratch of the build
 // Order and spans are there twice: of single tiles, and of pairs of neighbours, which two CTAs may
-// walk together. The totals tell the forward which of the two is cheaper.
+// walk together. The totals tell the forward which of the two is cheaper, or, of a mask with cuts, whether pairs come first.
 #pragma once
 
 #include <cstddef>
@@ -27,9 +27,6 @@ constexpr int32_t kGranuleCols = 16;  // an item begins at a multiple of this, o
 // of a single tile in two steps, which needs a multiple of 32.
 // Where a mask has cuts, pairs have the steps of single tiles, short ones, too: documents end anywhere.
 constexpr int32_t kTileItemCols = 160, kPairItemCols = 176, kCutPairItemCols = kTileItemCols;
-// A pair saves 5 % of its energy, which is time at the power limit: each CTA copies half of K and V. So it is worth 1 / kPairShare
-// more that it visits: for all tiles of a mask without cuts, or none; of a mask with cuts each pair is judged by itself.
-constexpr int32_t kPairShare = 32;
 FM3_HOST_DEVICE int32_t pair_item_cols(bool has_cuts) {
   return has_cuts ? kCutPairItemCols : kPairItemCols;
 }
@@ -37,7 +34,7 @@ constexpr int64_t kMaxLists = 0x7FFFFFFF / 256;  // b * h_mask: a grid of so man
 
 constexpr int32_t kNever = 0x7FFFFFFF;  // the begin of an empty interval
 
-// `count` items of kTileItemCols or kPairItemCols columns each, the first at column
+// `count` items of kTileItemCols or pair_item_cols() columns each, the first at column
 // granule * kGranuleCols plus the list's shift (ListHead). A FULL item shows all its columns to
 // all rows of the query tile (or pair); others are computed with mask bits. Items of one list are
 // disjoint, ascending and cover every column that is not SKIP. The last item of a list of several is
@@ -63,7 +60,7 @@ struct Span {
 // What those who walk a list must know of it. Documents begin anywhere: where all rows of a tile see
 // the end of its first visible granule, from column `shift` on, and none what comes before, all its items
 // begin later by `shift`, so that the first can be FULL. Lists with a gap, with a block mask, of more
-// than one section (list_warp.cuh) or of pairs are not shifted.
+// than one section (list_warp.cuh) or of pairs of a mask without cuts are not shifted.
 struct ListHead {
   uint32_t packed;                      // [shift | num_spans]
   static constexpr int kShiftBits = 4;  // shift < kGranuleCols
@@ -128,7 +125,18 @@ struct ScheduleTotals {
   int32_t late_tiles, late_pairs;
   EntryCounts tiles, pairs, rest;
   int32_t num_cuts;  // of all lists: places where a tile begins for a document's sake
+  FM3_HOST_DEVICE bool has_cuts() const { return num_cuts > 0; }
 };
+
+// A pair saves 5 % of its energy, which is time at the power limit: each CTA copies half of K and V. So it is worth 1 / kPairShare
+// more that it visits: for all tiles of a mask without cuts, or none; of a mask with cuts each pair is judged by itself.
+constexpr int32_t kPairShare = 32;
+
+// Whether a mask without cuts is walked in pairs.
+FM3_HOST_DEVICE bool are_all_pairs_worth_it(const ScheduleTotals& totals) {
+  return 2 * totals.pair_halves * kPairItemCols * kPairShare <=
+         totals.tile_halves * kTileItemCols * (kPairShare + 1);
+}
 
 // Whether a mask with cuts is walked in pairs, and then singly: if pairs are 3/4 of the work. The other tiles read K and V from
 // memory once more.

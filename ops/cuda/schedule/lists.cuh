@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kListThreads, 2)
   const int32_t pair = pair_begin + warp / 3, entry = is_pair ? pair : 2 * pair + warp % 3 - 1;
   const bool has_entry = warp < kListsPerCta && entry < lists.count;
   const int64_t out = list_idx * lists.count + entry;
-  const bool has_cuts = kIsCut && schedule.totals->num_cuts > 0;
+  const bool has_cuts = kIsCut && schedule.totals->has_cuts();
   const int32_t pair_cols = pair_item_cols(has_cuts);
   ListWarp maker(lists.spans + out * schedule.max_spans, is_pair ? pair_cols : kTileItemCols);
 

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kRankThreads)
   constexpr uint32_t kAllLanes = 0xFFFFFFFF;
   const bool is_rest = blockIdx.x >= tile_ctas + pair_ctas;
   const bool of_pairs = blockIdx.x >= tile_ctas && !is_rest;
-  const bool has_cuts = schedule.totals->num_cuts > 0;
+  const bool has_cuts = schedule.totals->has_cuts();
   if (is_rest && !has_cuts) return;
   const uint32_t cta_idx = blockIdx.x - (is_rest    ? tile_ctas + pair_ctas
                                          : of_pairs ? tile_ctas

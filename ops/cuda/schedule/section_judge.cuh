@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the query tiles of a CTA see of each granule of columns: from the summaries of hulls, of granules
-// where hulls leave it open, of single columns where granules do. And by how much a list is shifted.
+// where hulls leave it open, of single columns where granules do. And where a list begins.
 #pragma once
 
 #include "list_warp.cuh"

@@ -187,13 +187,12 @@ __device__ __forceinline__ bool use_pairs(const FwdArgs& args) {
   const ScheduleTotals& totals = *args.schedule.totals;
   // Keys that are under way come in the order of single tiles.
   if constexpr (kIsCut) return are_pairs_worth_it(totals) && args.ready_rows == nullptr;
-  return 2 * totals.pair_halves * kPairItemCols * kPairShare <=
-         totals.tile_halves * kTileItemCols * (kPairShare + 1);
+  return are_all_pairs_worth_it(totals);
 }
 
 // Whether query tiles begin at documents. Uniform over the grid.
 __device__ __forceinline__ bool is_cut(const FwdArgs& args) {
-  return args.schedule.q_begins != nullptr && args.schedule.totals->num_cuts > 0;
+  return args.schedule.q_begins != nullptr && args.schedule.totals->has_cuts();
 }
 
 __device__ __forceinline__ int32_t mask_head(const FwdArgs& args, int32_t h_idx) {

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paddle_fm3.integration.paddlenlp.masks import ColumnBounds, LayerMasks
+from paddle_fm3.mask.column_mask import holds_integers
 
 IGNORED_LABEL = -100
 INDICES = "attn_mask_startend_row_indices"
@@ -173,7 +174,7 @@ def _record_of_pack(feature: dict[str, Any], kind: str, entry: str, s: int) -> d
 def _integers(values: Any, what: str) -> NDArray[np.int64]:
     """int64 [n]. Floats are refused, of which a conversion would train on other tokens in silence."""
     array = np.asarray(values)
-    if array.ndim != 1 or not (array.size == 0 or np.issubdtype(array.dtype, np.integer)):
+    if array.ndim != 1 or not holds_integers(array):
         raise ValueError(f"PackedCollator: {what} is {array.dtype} {list(array.shape)}; expected integers [tokens]")
     return array.astype(np.int64)
 
